@@ -74,7 +74,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Write the (T, T) scores of every head to memory, mask, soften, mix.
 
     Args:
-        q: queries, (B, H, T, D); k and v alike.
+        q: queries, (B, H, T, D).
+        k: keys, alike.
+        v: values, alike.
 
     Returns:
         The mixed values, (B, H, T, D).
@@ -95,7 +97,8 @@ def summed_cross_entropy(
     cannot be averaged by averaging their means.
 
     Args:
-        logits: (N, V); targets: (N,), ``IGNORED`` where not counted.
+        logits: (N, V).
+        targets: (N,), ``IGNORED`` where not counted.
         scale: 0-dim tensor, usually 1 / counted tokens of the whole window.
     """
     loss = F.cross_entropy(
@@ -120,7 +123,8 @@ class SelfAttention(nn.Module):
         self.c_proj = nn.Linear(C, C)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
         heads = (B, T, self.n_head, C // self.n_head)
         q, k, v = (
@@ -141,7 +145,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * C, C)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         x = F.gelu(self.c_fc(x), approximate="tanh")
         return self.dropout(self.c_proj(x))
 
@@ -156,7 +161,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -256,20 +262,77 @@ def parameter_counts(config: GPTConfig) -> dict[str, int]:
     return counts | {"total": sum(counts.values())}
 
 
-def flops_per_token(config: GPTConfig, T: int, causal: bool = False) -> float:
+def flops_by_component(
+    config: GPTConfig, T: int, causal: bool = False
+) -> dict[str, float]:
     """Return the model FLOPs of one trained token: 6 N + 12 L C T.
 
-    N are the parameters that multiply: all but ``wpe`` (the tied ``wte``
-    works as the head; an untied ``wte`` only looks up).  ``causal`` counts
-    the attention's second term half, as only half of the scores are needed.
+    N are the parameters that multiply, 2 FLOPs forward and 4 backward each:
+    all but ``wpe`` and the look-up in ``wte`` (tied, it works as the head).
+    Biases and norms count as in PaLM's formula, though no matrix product
+    holds them; softmax, GELU and the optimizer do not.  ``causal`` counts
+    the second term half, as only half of the scores are needed.
     Recomputation is not counted: these are *model* FLOPs.
+
+    Returns:
+        As ``parameter_counts``.
     """
     counts = parameter_counts(config)
-    N = counts["total"] - counts["wpe"]
-    if not config.tied:
-        N -= counts["wte"]
-    attention = 12 * config.n_layer * config.n_embd * T
-    return 6 * N + (attention / 2 if causal else attention)
+    scores = 12 * config.n_layer * config.n_embd * T
+    mixing = scores / 2 if causal else scores
+    flops = {
+        "wte": 0,
+        "wpe": 0,
+        "attention": 6 * counts["attention"] + mixing,
+        "mlp": 6 * counts["mlp"],
+        "norms": 6 * counts["norms"],
+        "head": 6 * config.vocab_size * config.n_embd,
+    }
+    return flops | {"total": sum(flops.values())}
+
+
+def flops_per_token(config: GPTConfig, T: int, causal: bool = False) -> float:
+    """Return the total of ``flops_by_component``; MFU is made of it."""
+    return flops_by_component(config, T, causal)["total"]
+
+
+def state_bytes(config: GPTConfig) -> dict[str, int]:
+    """Return the float32 bytes that stay between two updates.
+
+    Returns:
+        ``parameters gradients optimizer total``; AdamW holds two moments.
+    """
+    N = 4 * parameter_counts(config)["total"]
+    kinds = {"parameters": N, "gradients": N, "optimizer": 2 * N}
+    return kinds | {"total": 4 * N}
+
+
+def activation_bytes(
+    config: GPTConfig, micro_batch: int, T: int, fused: bool = False
+) -> dict[str, int]:
+    """Return the float32 bytes that forward keeps for backward.
+
+    A linear layer keeps its input, a norm its input and two statistics per
+    token, GELU its input, the loss log-probabilities (N, V).  Attention
+    keeps q, k, v and, plain, every head's weights and each layer's mask
+    (T, T); the ``fused`` kernel one number per token and head instead.  The
+    caller's ids, backward's temporaries and dropout (0) are not counted.
+
+    Returns:
+        As ``parameter_counts``.
+    """
+    C, L, H = config.n_embd, config.n_layer, config.n_head
+    n = 4 * micro_batch * T  # bytes of one float32 per token
+    mixing = n * H if fused else n * H * T + T * T  # the mask is bool
+    kept = {
+        "wte": 0,
+        "wpe": 8 * T,  # the positions, int64
+        "attention": L * (5 * n * C + mixing),
+        "mlp": L * 9 * n * C,
+        "norms": (2 * L + 1) * n * (C + 2),
+        "head": n * (C + config.vocab_size),
+    }
+    return kept | {"total": sum(kept.values())}
 
 
 def as_dict(config: GPTConfig) -> dict:
