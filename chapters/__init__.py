@@ -1,0 +1,1 @@
+"""The book's table of contents, executable: ``python -m chapters``."""

@@ -1,0 +1,1 @@
+"""The measuring stick and one model; every file can be copied alone."""

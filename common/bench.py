@@ -79,7 +79,9 @@ _UNWRITABLE = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM} | {
 
 def _end(code: int, sentence: object) -> None:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = spec.name if spec else Path(sys.argv[0]).name
+    program = (
+        spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
+    )
     print(f"{program}: {sentence}", file=sys.stderr)
     sys.exit(code)
 

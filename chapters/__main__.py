@@ -1,0 +1,104 @@
+"""The book's table of contents, executable.
+
+python -m chapters                    the book: what runs, what is recorded
+python -m chapters SECTION [FLAG …]   run a section or a chapter
+python -m chapters SECTION --source   show its source instead
+python -m chapters record --help      run everything and keep records
+python -m chapters index [--check]    renew the tables of the READMEs
+"""
+
+import subprocess
+import sys
+
+from chapters import index, record, toc
+from common import bench
+
+
+def runs_here(found: toc.Section) -> str:
+    """Say in a few words whether a leaf runs on this machine."""
+    if found.planned:
+        return "planned"
+    missing = toc.missing(found)
+    return f"without {', '.join(missing)}" if missing else "yes"
+
+
+def contents() -> str:
+    """Return the book as a table of at most 100 columns."""
+    rows = []
+    for found in toc.load().values():
+        if found.kind == "chapter" and rows:
+            rows.append({})
+        row = {"section": found.number, "title": found.titles}
+        if found.kind == "leaf":
+            row["here"] = runs_here(found)
+            machines = index.recorded(found)
+            row["recorded"] = ", ".join(f"{m}{a}" for m, a in machines.items())
+        rows.append(row)
+    columns = {
+        "section": "",
+        "title": "title",
+        "here": "runs here",
+        "recorded": "recorded on",
+    }
+    blank = dict.fromkeys(columns, "")
+    return bench.table([blank | row for row in rows], columns)
+
+
+def show(number: str) -> None:
+    """Print the source of a section's scripts, or of what it names."""
+    names = []
+    for found in toc.jobs(number):
+        names += [found.source] if found.source else found.modules
+    for name in dict.fromkeys(names):
+        path = toc.file_of(name)
+        if path is None:
+            raise bench.Refusal(f"{number}: there is no module {name}")
+        print(f"# {path.relative_to(toc.ROOT).as_posix()}")
+        print(path.read_text(encoding="utf-8"))
+
+
+def start(number: str, extra: list[str]) -> int:
+    """Run a section's commands in turn; return the first bad exit code."""
+    found = toc.jobs(number)
+    several = sum(len(section.modules) for section in found) > 1
+    worst, ran = 0, set()
+    for section in found:
+        for command in toc.commands(section):
+            if command in ran:
+                continue
+            ran.add(command)
+            if several:
+                print(f"── {' '.join(command)}", flush=True)
+            words = [sys.executable, "-m", *command, *extra]
+            done = subprocess.run(words, env=record.environment(None))
+            worst = worst or done.returncode
+    return worst
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the first word says."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv:
+        print(contents())
+        return 0
+    first, *rest = argv
+    if first in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if first == "record":
+        return record.main(rest)
+    if first == "index":
+        return index.main(rest)
+    found = toc.section(first)
+    if found.kind == "summary":
+        raise bench.Refusal(f"{found.heading}: a summary, there is no script")
+    if not toc.jobs(first):
+        raise bench.Refusal(f"{found.heading}: planned, nothing runs yet")
+    if "--source" in rest:
+        show(first)
+        return 0
+    return start(first, rest)
+
+
+if __name__ == "__main__":
+    bench.run(main)

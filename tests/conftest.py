@@ -1,0 +1,80 @@
+"""What holds for every test: no network, one thread, nobody's caches."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import offline  # noqa: E402
+
+# before torch is imported, and for the processes that tests start
+for name in [n for n in os.environ if n.lower().endswith("_proxy")]:
+    del os.environ[name]
+for name in ("BENCH_SMOKE", "BENCH_RESULTS", "RANK", "WORLD_SIZE"):
+    os.environ.pop(name, None)
+CACHE = tempfile.TemporaryDirectory(prefix="bench-cache-")
+os.environ |= {
+    "OMP_NUM_THREADS": "1",  # timings are not asserted, neighbours are spared
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "MPLBACKEND": "Agg",
+    "KINETO_LOG_LEVEL": "99",
+    "PYTHONIOENCODING": "utf-8",
+    "BENCH_CACHE": CACHE.name,
+    "PYTHONPATH": os.pathsep.join(
+        p
+        for p in (
+            str(HERE / "children"),
+            str(ROOT),
+            os.environ.get("PYTHONPATH"),
+        )
+        if p
+    ),
+}
+offline.block()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@functools.cache
+def namespaces() -> str | None:
+    """Return why no network namespace can be made here, or None."""
+    if getattr(os, "geteuid", lambda: 1)() != 0:
+        return "needs root"
+    if shutil.which("ip") is None:
+        return "needs `ip` (iproute2)"
+    name = f"probe{os.getpid()}"
+    for words in (["add"], ["delete"]):
+        done = subprocess.run(
+            ["ip", "netns", *words, name], capture_output=True, text=True
+        )
+        if done.returncode:
+            return f"no network namespaces here: {done.stderr.strip()}"
+    return None
+
+
+def pytest_runtest_setup(item):
+    """Skip, with the reason, what this machine cannot run."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA or ROCm device")
+    if item.get_closest_marker("ranks"):
+        if not torch.distributed.is_available():
+            pytest.skip("this torch has no torch.distributed")
+    if item.get_closest_marker("root") and (reason := namespaces()):
+        pytest.skip(reason)
+
+
+def pytest_report_header(config):
+    """Name the machine on top of the report."""
+    from common import machine
+
+    return f"machine: {machine.line()}"

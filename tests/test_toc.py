@@ -1,0 +1,147 @@
+"""The table of contents is the book's; scripts say what they serve."""
+
+import ast
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from chapters import __main__ as book
+from chapters import toc
+from common import bench
+
+LEAVES, SUMMARIES, LINES = 115, 6, 160
+# SHA-256 of the lines "number<TAB>title in Chinese" of the printed contents
+CONTENTS = "87133e87eb1002125a20fdda3a8330e7d797948202801a9242efe17b0366a978"
+
+
+def digest(sections):
+    lines = "".join(f"{s.number}\t{s.title_zh}\n" for s in sections)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def ready():
+    return [s for s in toc.load().values() if s.modules and not s.planned]
+
+
+def test_the_contents_are_the_books():
+    sections = list(toc.load().values())
+    kinds = [s.kind for s in sections]
+    assert kinds.count("chapter") == 10
+    assert kinds.count("leaf") == LEAVES
+    assert kinds.count("summary") == SUMMARIES
+    assert len(sections) == LINES
+    assert digest(sections) == CONTENTS
+    assert digest(sections[1:]) != CONTENTS
+
+
+def test_sections_stand_in_order_and_are_complete():
+    def key(number):
+        return [int(part) for part in number.split(".")]
+
+    numbers = list(toc.load())
+    assert numbers == sorted(numbers, key=key)
+    for s in toc.load().values():
+        assert s.title and s.title_zh
+        for need in s.needs:
+            known = need in ("cpu", "cuda", "ranks", "root")
+            assert known or need.startswith("tool:"), (s.number, need)
+        if s.kind == "leaf":
+            assert s.modules, s.number
+        if s.kind == "chapter":
+            assert s.folder, s.number
+
+
+def opening(module):
+    doc = ast.get_docstring(ast.parse(toc.file_of(module).read_text("utf-8")))
+    return (doc or "").split("\n\n")[0].splitlines()
+
+
+@pytest.mark.parametrize("found", ready(), ids=lambda s: s.number)
+def test_a_section_that_is_not_planned_has_its_script(found):
+    for module in found.modules:
+        assert toc.file_of(module), f"{found.number}: no module {module}"
+        if found.kind == "leaf":
+            assert found.heading in opening(module), (
+                f"the docstring of {module} lacks the line {found.heading!r}"
+            )
+
+
+def test_scripts_serve_the_sections_they_name():
+    """No script opens with a section that the contents do not give it."""
+    served = {}
+    for found in ready():
+        for module in found.modules:
+            served.setdefault(module, set()).add(found.heading)
+    for module, headings in served.items():
+        extra = {line for line in opening(module) if line[:1].isdigit()}
+        assert extra <= headings, module
+
+
+def test_how_many_are_planned(capsys):
+    planned = [s for s in toc.load().values() if s.planned]
+    leaves = [s for s in toc.load().values() if s.kind == "leaf"]
+    with capsys.disabled():
+        print(f" [{len(planned)} of {len(leaves)} sections planned]", end="")
+    assert all(s.kind == "leaf" for s in planned)
+
+
+def test_numbers_find_their_leaves():
+    assert [s.number for s in toc.leaves("1")] == ["1.1", "1.2", "1.3"]
+    assert [s.number for s in toc.leaves("10.1")] == ["10.1"]
+    assert len(toc.leaves("10")) == 18
+    assert [s.number for s in toc.jobs("10")] == ["10"]
+    with pytest.raises(bench.Refusal, match="no section '6.9'"):
+        toc.section("6.9")
+
+
+def test_the_book_fits_the_terminal():
+    lines = book.contents().splitlines()
+    assert len(lines) >= LINES
+    assert max(columns(line) for line in lines) <= 100
+
+
+def columns(text):
+    import unicodedata
+
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["6.9"], "no section '6.9'"),
+        (["nothing"], "no section 'nothing'"),
+        (["2"], "planned"),
+        (["6.1.3"], "planned"),
+        (["6.6"], "summary"),
+        (["record", "6.9"], "no section '6.9'"),
+        (["record", "--budget", "-3"], "--budget"),
+    ],
+)
+def test_what_cannot_run_is_one_sentence(words, sentence):
+    with pytest.raises(bench.Refusal, match=sentence):
+        book.main(words)
+
+
+def test_a_refusal_ends_with_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "chapters", "6.9"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_section_runs_and_shows_its_source(capfd):
+    assert book.main(["1.2", "--smoke"]) == 0
+    assert "1.2  The challenge of data scale" in capfd.readouterr().out
+    assert book.main(["1.1", "--source"]) == 0
+    assert "def smallest_count" in capfd.readouterr().out
+    assert book.main(["10.1", "--source"]) == 0
+    assert "class GPT(" in capfd.readouterr().out
