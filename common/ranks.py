@@ -287,12 +287,14 @@ def _environment(threads: int, interface: str, *more: Mapping | None) -> dict:
     and does not take this process's place in a job it may belong to.
     """
     env = {k: v for k, v in os.environ.items() if not OF_A_RANK.fullmatch(k)}
+    folders = env.get("PYTHONPATH", "").split(os.pathsep)
+    folders += [path or os.getcwd() for path in sys.path]
     env |= {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
-        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders))),
         "PYTHONUNBUFFERED": 1,
         "PYTHONUTF8": 1,
         "RANKS_LAUNCHER": os.getpid(),

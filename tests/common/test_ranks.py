@@ -167,10 +167,13 @@ def test_a_child_is_not_taken_for_its_launcher(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("RANKS_STORE", "elsewhere")
     monkeypatch.setenv("RANKING", "kept")
+    monkeypatch.setenv("PYTHONPATH", "first")
     child = ranks._environment(2, "lo", {"A": 1}, {"A": "2"})
     assert not {"RANK", "MASTER_ADDR", "RANKS_STORE"} & set(child)
     assert child["RANKING"] == "kept" and child["A"] == "2"
     assert child["OMP_NUM_THREADS"] == "2"
+    folders = child["PYTHONPATH"].split(os.pathsep)
+    assert folders[0] == "first" and set(filter(None, sys.path)) < set(folders)
 
 
 def test_devices_that_cannot_be_used_are_refused(monkeypatch):
