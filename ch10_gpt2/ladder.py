@@ -1,0 +1,770 @@
+"""10.1  The model · GPT 模型結構簡介
+10.2  The machine · 實驗環境與機器配置
+10.3.1  Baseline · 基準模型
+10.3.2  Gradient accumulation · 使用跨批次梯度累加
+10.3.3  Recomputation · 開啟即時重算前向張量
+10.3.4  Memory-friendly optimizer · 使用顯示記憶體友善的最佳化器模式
+10.3.5  Sharding: FSDP · 使用分散式方法降低顯示記憶體佔用—FSDP
+10.3.6  Memory: summary · 顯示記憶體最佳化小結
+10.4.1  Baseline · 基準模型
+10.4.2  Batch size · 增加 BatchSize
+10.4.3  Loader workers · 增加資料前置處理的平行度
+10.4.4  Asynchronous copies · 使用非同步介面完成資料傳輸
+10.4.5  Graph compilation · 使用計算圖最佳化
+10.4.6  float16 mixed precision · 使用float16 混合精度訓練
+10.4.7  Custom operator · （可選）使用自訂運算元
+10.4.8  Many devices, one host · 使用單機多卡加速訓練
+10.4.9  Many hosts · 使用多機多卡加速訓練
+10.4.10  Speed: summary · 性能最佳化小結
+
+Question  Which step makes GPT-2 smaller or faster on this machine, and by
+          how much, with the losses to prove that it still is GPT-2?
+Expect    what each step should give is printed before it is measured
+Run       python -m ch10_gpt2.ladder [--smoke] [--save] [--only 10.4.5]
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ch07_memory import training_memory
+from ch10_gpt2 import log, predictions, train
+from ch10_gpt2.race import (
+    Plan,
+    WorkerError,
+    agreement,
+    measure_memory,
+    measured,
+    race,
+    start,
+)
+from ch10_gpt2.steps import TOLERANCE, Step
+from common import bench, gpt, machine, timers
+from common.judging import SMALLEST
+
+SUMMARY = {
+    "memory": ("10.3.6", "Memory: summary", "顯示記憶體最佳化小結"),
+    "speed": ("10.4.10", "Speed: summary", "性能最佳化小結"),
+}
+CARDS = ("10.1", "10.2")
+
+
+def missing(step: Step, plan: Plan) -> str | None:
+    """Say what this machine lacks for ``step``, or nothing."""
+    device = plan.device
+    for need in step.needs:
+        if need == "accelerator" and device.type == "cpu":
+            return (
+                "needs a device with memory of its own; on a CPU the ids "
+                "already are where they are used"
+            )
+        if need == "compiler":
+            reason = train.cannot_compile(device)
+            if reason:
+                return reason
+        if need == "custom operator":
+            from ch09_advanced import custom_op
+
+            reason = custom_op.available(device)
+            if reason:
+                return reason
+        if need == "ranks":
+            if not torch.distributed.is_available():
+                return "this build of torch has no torch.distributed"
+            if device.type == "cuda" and torch.cuda.device_count() < 2:
+                return "needs two GPUs; this machine has one"
+            if device.type == "mps":
+                return "needs several devices; MPS is one"
+            if device.type == "cuda" and step.hosts:
+                return (
+                    "needs two hosts; start it with the files in "
+                    "ch10_gpt2/launch"
+                )
+    return None
+
+
+class Counter(TorchDispatchMode):
+    """Count the operators that reach a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(config: train.Config) -> int:
+    """Count the operators of a forward and backward, on the meta device."""
+    with torch.device("meta"):
+        model = gpt.GPT(config.model(), train.ATTENTION[config.attention])
+        ids = torch.zeros(1, config.context(), dtype=torch.long)
+        with Counter() as counter:
+            model(ids, ids).backward()
+    return counter.count
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Measure what an operator costs before it does anything."""
+    tensor = torch.zeros(1, device=device)
+    return timers.wall(lambda: tensor.add_(1), 1000, device)
+
+
+def ceilings(plan: Plan) -> dict:
+    """Return this machine's ceilings in the form that bounds need."""
+    peaks = plan.ceilings
+    return {
+        "bytes_per_s": peaks["copy_bytes_per_s"],
+        "host_to_device": peaks.get("host_to_device_bytes_per_s"),
+        "flops": peaks["gemm_flops"],
+        "launch_s": launch_seconds(plan.device),
+        "world": plan.world,
+        "shared_cores": plan.device.type == "cpu",
+    }
+
+
+def predict_speed(plan: Plan, step: Step, now, then, before: dict) -> str:
+    """Predict the step's ratio on this machine, before it is measured."""
+    if step.bound is None:
+        return ""
+    seconds = before["seconds"]
+    at = ceilings(plan) | {
+        "operators": operators(now),
+        "seconds": seconds,
+        "data_s": before["data_s"],
+    }
+    saved, words = step.bound(now, then, at)
+    if saved is None:
+        return words
+    ratio = seconds / max(seconds - saved, 0.05 * seconds)
+    return f"about {ratio:.2f}x: {words}"
+
+
+def predict_memory(plan: Plan, config: train.Config) -> dict:
+    """Predict the peak of one update with fake tensors, by category."""
+    world = plan.ranks_of(config)
+    micro = config.sequences // (config.micro_batch * world)
+    return training_memory.predict(
+        config.model(),
+        micro_batch=config.micro_batch,
+        T=config.context(),
+        attention=train.ATTENTION[config.attention],
+        run_block=train.RECOMPUTE[config.recompute],
+        optimizer=config.optimizer,
+        accumulate=micro,
+        world=world,
+        fsdp=config.parallel == "fsdp",
+        dtype=config.precision,
+    )
+
+
+def empty_row(step: Step, **values) -> dict:
+    """Return a row with every key of the log, nothing measured yet."""
+    return {
+        "track": step.track,
+        "section": step.section,
+        "step": step.name,
+        "title": step.title,
+        "title_zh": step.title_zh,
+        "why": step.why,
+        "verdict": "not-applicable",
+        "reason": "",
+        "predicted": "",
+        "tokens_per_s": None,
+        "spread": None,
+        "ratio_previous": None,
+        "ratio_interval": None,
+        "ratio_first": None,
+        "peak_bytes": {},
+        "categories": None,
+        "loss": None,
+        "losses": [],
+        "agreement": None,
+        "config": None,
+        "trace": None,
+        "wall_s": 0.0,
+    } | values
+
+
+MEASURED_KINDS = ("allocated", "tracked", "driver", "rss")
+
+
+def main_kind(peak_bytes: dict) -> str | None:
+    """Return the kind of peak that decides: the allocator's, if it has one."""
+    return next((k for k in MEASURED_KINDS if k in peak_bytes), None)
+
+
+def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
+    """Keep what agrees and helps; say why in one sentence."""
+    if not row["agreement"]["holds"]:
+        a = row["agreement"]
+        return "failed", (
+            f"the losses differ by {a['worst']:.2g} and the first gradient "
+            f"norm by {a['worst_gradient_norm']:.2g} (declared "
+            f"{a['declared']}: {a['tolerance']:g} and "
+            f"{a['gradient_tolerance']:g}): this step does not compute the "
+            "same thing"
+        )
+    low, high = row["ratio_interval"]
+    ratio = f"{row['ratio_previous']:.2f}x [{low:.2f}, {high:.2f}]"
+    if step.track == "memory":
+        kind = main_kind(row["peak_bytes"])
+        old = before["peak_bytes"].get(kind)
+        if kind is None or not old:
+            return "reverted", "no peak could be measured on this device"
+        saved = 1 - row["peak_bytes"][kind] / old
+        price = f"at {ratio} of the speed before"
+        if saved > 0.01:
+            return "kept", f"peak {-saved:+.0%} ({kind}) {price}"
+        return "reverted", f"peak {-saved:+.1%} ({kind}) {price}"
+    if step.hosts:  # loopback or a virtual cable: no host was added
+        return "reverted", (
+            f"{ratio} with one machine standing in for two hosts: it shows "
+            "that the launch works and computes the same, not what a second "
+            "host is worth; for real ones see ch10_gpt2/launch"
+        )
+    if low > 1 + SMALLEST:
+        return "kept", f"faster: {ratio}"
+    if high < 1 - SMALLEST:
+        return "reverted", f"slower here: {ratio}"
+    return "reverted", f"no difference measured here: {ratio}"
+
+
+def pilot(plan: Plan, step: Step, track: str, now: list, then: list) -> dict:
+    """Time one sequence both ways; return the row's figures if hopeless."""
+    worker = plan.worker(step, 1)
+    try:
+        old, new = (
+            worker.ask(**plan.order("pilot", track, applied))
+            for applied in (now, then)
+        )
+    except BaseException:
+        worker.close()
+        raise
+    plan.release(worker)
+    ratio = old["seconds"] / new["seconds"]
+    if ratio > 0.7:
+        return {}
+    worst = abs(old["loss"] - new["loss"]) / abs(old["loss"])
+    tokens = plan.configure(track, now).context()
+    return {
+        "verdict": "reverted",
+        "reason": (
+            f"a pilot of one sequence ran at {ratio:.2f}x: this CPU has no "
+            "matrix unit for the format and emulates it"
+            if plan.device.type == "cpu"
+            else f"a pilot of one sequence ran at {ratio:.2f}x"
+        ),
+        "tokens_per_s": tokens / new["seconds"],
+        "ratio_previous": ratio,
+        "pilot": True,
+        "loss": new["loss"],
+        "agreement": {
+            "declared": step.agreement,
+            "tolerance": TOLERANCE[step.agreement],
+            "worst": worst,
+            "holds": worst <= TOLERANCE[step.agreement],
+        },
+    }
+
+
+def attempt(
+    plan: Plan,
+    step: Step,
+    applied: list[str],
+    before: dict | None,
+    previous: Step | None,
+    seconds: float,
+    then: list[str] | None = None,
+) -> dict:
+    """Measure ``step`` against the row before it; return its row."""
+    track = step.track
+    then = [*applied, step.name] if then is None else then
+    config = plan.configure(track, then)
+    row = empty_row(step, config=train.as_dict(config))
+    if track == "memory":
+        predicted = predict_memory(plan, config)
+        row["categories"] = predicted["bytes"]
+        peak = predicted["peak_bytes"]
+        row["predicted"] = f"peak {peak / 2**20:.1f} MiB"
+        if before is not None and before.get("predicted_bytes"):
+            change = peak / before["predicted_bytes"] - 1
+            row["predicted"] += f" ({change:+.0%})"
+        row["predicted_bytes"] = peak
+    elif before is not None:
+        now = plan.configure(track, applied)
+        row["predicted"] = predict_speed(plan, step, now, config, before)
+    if step.pilot and before is not None:
+        hopeless = pilot(plan, step, track, applied, then)
+        if hopeless:
+            row |= hopeless
+            row["ratio_first"] = row["ratio_previous"] * before["ratio_first"]
+            return row
+    pairs = [(step, track, then)]
+    if before is not None:
+        pairs.insert(0, (previous, track, applied))
+    workers = start(plan, pairs)
+    try:
+        old, new = (None, *workers)[-2:]
+        result = race(plan, old, new, seconds)
+        row |= measured(plan, result, config)
+        trace = plan.out / "traces" / f"{track}-{step.section}-{step.name}"
+        trace = trace.with_name(trace.name + ".json.gz")
+        if before is None:
+            row |= {
+                "verdict": "kept",
+                "reason": "where the track starts",
+                "ratio_first": 1.0,
+            }
+        else:
+            row["agreement"] = agreement(
+                step.agreement,
+                result["old"][: plan.updates],
+                result["new"][: plan.updates],
+                before["config"]["precision"],
+            )
+            row["previous_repeats"] = [
+                u["loss"] for u in result["old"][: plan.updates]
+            ] == before["losses"]
+            row["ratio_first"] = row["ratio_previous"] * before["ratio_first"]
+            plan.release(workers.pop(0))
+        row["peak_bytes"] = measure_memory(new, trace)
+        if before is not None:
+            row["verdict"], row["reason"] = judge(step, row, before)
+        if step.hosts:
+            where = "two network namespaces" if plan.netns else "loopback"
+            row["reason"] = f"two agents, {where}: {row['reason']}"
+        if row["verdict"] == "kept" and trace.exists():
+            row["trace"] = str(trace.relative_to(plan.out))
+        else:
+            trace.unlink(missing_ok=True)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    plan.release(workers.pop())
+    return row
+
+
+# --- climbing -----------------------------------------------------------
+
+
+def try_step(plan: Plan, step: Step, *rest, **more) -> dict:
+    """Attempt a step; what goes wrong becomes its verdict."""
+    begun = time.monotonic()
+    reason = missing(step, plan)
+    if reason:
+        return empty_row(step, reason=reason)
+    try:
+        row = attempt(plan, step, *rest, **more)
+    except WorkerError as error:
+        verdicts = {
+            "out-of-memory": ("reverted", f"out of memory: {error}"),
+            "refusal": ("not-applicable", str(error)),
+        }
+        verdict, reason = verdicts.get(error.kind, ("failed", str(error)))
+        row = empty_row(step, verdict=verdict, reason=reason)
+    row["wall_s"] = round(time.monotonic() - begun, 1)
+    return row
+
+
+class Book:
+    """The log on disk: written after every row, read back after a kill."""
+
+    def __init__(self, plan: Plan, header: dict, fresh: bool):
+        self.path = plan.out / "log.json"
+        self.data = header | {"rows": []}
+        old = None if fresh else self.read()
+        if old and old.get("key") == header["key"]:
+            self.data["rows"] = [
+                r for r in old["rows"] if r["verdict"] != "failed"
+            ]
+            plan.updates = old.get("updates")
+        elif self.path.exists():
+            aside = self.path.with_name(f"log-{int(time.time())}.json")
+            self.path.replace(aside)
+            print(f"a log of another run is kept as {aside}")
+        self.plan = plan
+
+    def read(self) -> dict | None:
+        """Return the log, or nothing if there is none that can be read."""
+        try:
+            data = json.loads(self.path.read_text("utf-8"))
+            return data if isinstance(data["rows"], list) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def row(self, track: str, name: str, section: str) -> dict | None:
+        """Return the finished row of a step."""
+        wanted = (track, name, section)
+        for row in self.data["rows"]:
+            if (row["track"], row["step"], row["section"]) == wanted:
+                return row
+        return None
+
+    def add(self, row: dict) -> None:
+        """Append a row and write the log."""
+        self.data["rows"].append(row)
+        self.save()
+
+    def save(self) -> None:
+        """Write the log beside and rename it."""
+        self.data["updates"] = self.plan.updates
+        text = json.dumps(self.data, indent=1, ensure_ascii=False)
+        bench.write_atomic(self.path, text + "\n")
+
+
+def say(row: dict) -> None:
+    """Print a finished row as one line of the log."""
+    rate = row["tokens_per_s"]
+    tokens = f"{rate:>10,.0f} tok/s" if rate else " " * 16
+    if row["predicted"]:
+        print(f"{'':8}predicted: {row['predicted']}")
+    print(f"{row['section']:8}{row['title']:<28}{tokens}  {row['verdict']}")
+    print(f"{'':8}{row['reason']}", flush=True)
+
+
+def row_seconds(plan: Plan, rows_left: int) -> float:
+    """Divide what is left of the budget, less what starting costs."""
+    left = plan.budget_s - (time.monotonic() - plan.begun)
+    overhead = 2 if plan.smoke else 9
+    return max(2.0, left / max(1, rows_left) - overhead)
+
+
+def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
+    """Try the steps of one track in their order; keep what helps.
+
+    Args:
+        until: the last section to run.
+        ahead: rows that wait behind this track, for the budget.
+    """
+    steps = plan.tracks()[track]
+    applied: list[str] = []
+    before, holder = None, None
+    for place, step in enumerate(steps):
+        row = book.row(track, step.name, step.section)
+        if row is None:
+            left = len(steps) - place + 1 + ahead
+            row = try_step(
+                plan, step, applied, before, holder, row_seconds(plan, left)
+            )
+            book.add(row)
+            say(row)
+        if row["verdict"] == "kept":
+            applied, before, holder = [*applied, step.name], row, step
+        elif before is None:
+            raise bench.Refusal(
+                f"the {track} baseline did not run: {row['reason']}; choose "
+                "a smaller --preset or fewer --sequences"
+            )
+        if until == step.section and place + 1 < len(steps):
+            if steps[place + 1].section != until:
+                return
+    section, title, title_zh = SUMMARY[track]
+    if book.row(track, "summary", section) is None:
+        row = summary(plan, track, steps, applied, before, holder, book)
+        book.add(row)
+        say(row)
+
+
+def summary(plan, track, steps, applied, before, holder, book) -> dict:
+    """Race the first against the last configuration, in turns."""
+    section, title, title_zh = SUMMARY[track]
+    first = book.row(track, steps[0].name, steps[0].section)
+    kept = [s for s in steps if s.name in applied]
+    agreements = [s.agreement for s in kept]
+    weakest = max(agreements, key=list(TOLERANCE).index)
+    step = dataclasses.replace(
+        holder,
+        section=section,
+        title=title,
+        title_zh=title_zh,
+        agreement=weakest,
+        pilot=False,
+        bound=None,
+    )
+    if len(applied) == 1:
+        row = empty_row(step, verdict="kept", reason="no step was kept")
+    else:
+        row = try_step(
+            plan,
+            step,
+            applied[:1],
+            first,
+            steps[0],
+            row_seconds(plan, 1),
+            then=applied,
+        )
+        row["ratio_first"] = row["ratio_previous"]
+        row["reason"] = "first against last: " + row["reason"]
+    names = ", ".join(s.name for s in kept)
+    return row | {
+        "step": "summary",
+        "why": f"The first configuration and the last in turns: {names}.",
+    }
+
+
+# --- the command line ---------------------------------------------------
+
+
+def flags(parser) -> None:
+    """Add what only the ladder needs."""
+    add = parser.add_argument
+    add("--track", choices=("memory", "speed"), help="one of the two tracks")
+    add("--only", metavar="SECTION", help="one section, e.g. 10.4.5")
+    add("--until", metavar="SECTION", help="stop after this section")
+    add("--diff", metavar="STEP", help="show a step's source (or 'list')")
+    add("--preset", help=f"model: {', '.join(gpt.PRESETS)}")
+    add("--data", default="embedded", help="text (see common/text.py)")
+    add("--sequences", type=int, help="sequences per optimizer update")
+    add("--budget", type=float, help="seconds for the whole log")
+    add("--out", type=Path, help="folder of the log")
+    add("--restart", action="store_true", help="begin the log anew")
+    add("--predict", action="store_true", help="recompute the predictions")
+    add("--netns", action="store_true", help="10.4.9 in two namespaces")
+    add(
+        "--steps",
+        default="ch10_gpt2.steps",
+        metavar="MODULE",
+        help="module with the lists MEMORY and SPEED",
+    )
+
+
+def size(device: torch.device, smoke: bool) -> tuple[str, int, float]:
+    """Choose preset, sequences per update and budget for a device."""
+    if smoke:
+        return "gpt2-tiny", 8, 40.0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        # two configurations are alive at once; plain attention at T = 1024
+        # keeps about 3 GiB per sequence, and the logits 0.6
+        return "gpt2", 16 if memory > 120e9 else 4, 600.0
+    return "gpt2-small-cpu", 4, 400.0
+
+
+def make_plan(args) -> Plan:
+    """Read the flags into what stays the same through both tracks."""
+    device = args.device
+    preset, sequences, budget = size(device, args.smoke)
+    preset = args.preset or preset
+    name = f"{device.type}-{preset}" + ("-smoke" if args.smoke else "")
+    world = torch.cuda.device_count() if device.type == "cuda" else 2
+    base = {
+        "preset": preset,
+        "data": args.data,
+        "device": str(device),
+        "sequences": args.sequences or sequences,
+        "steps": 200,
+        "warmup": 2,
+        "lr": 1e-3,
+    }
+    try:
+        module = importlib.import_module(args.steps)
+        module.MEMORY, module.SPEED  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        raise bench.Refusal(
+            f"--steps {args.steps}: not a module with the lists MEMORY and "
+            f"SPEED ({error})"
+        ) from None
+    plan = Plan(
+        base=base,
+        steps=args.steps,
+        smoke=args.smoke,
+        threads=torch.get_num_threads(),
+        world=max(2, world),
+        netns=args.netns,
+        budget_s=args.budget or budget,
+        out=args.out or Path("runs") / f"ladder-{name}",
+        ceilings=machine.peaks(device),
+    )
+    for track, steps in plan.tracks().items():
+        plan.configure(track, [steps[0].name])  # refuses what cannot be
+    if args.only:
+        plan.out = plan.out / f"only-{args.only}"
+    try:
+        (plan.out / "traces").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bench.Refusal(
+            f"--out {plan.out}: cannot write there ({error.strerror}); "
+            "name another folder"
+        ) from None
+    return plan
+
+
+def recorded_predictions() -> dict:
+    """Return the predictions for the book's own case, if they are there."""
+    try:
+        return predictions.load()
+    except bench.Refusal as refusal:
+        print(f"without predictions: {refusal}")
+        return {}
+
+
+def key(plan: Plan) -> dict:
+    """Return what must be equal for a log to be continued."""
+    source = inspect.getsource(importlib.import_module(plan.steps))
+    trainer = "".join(
+        path.read_text("utf-8")
+        for path in sorted(Path(__file__).parent.glob("*.py"))
+        if path.stem not in ("log", "predictions", "ladder")
+    )
+    return {
+        "base": plan.base,
+        "steps": plan.steps,
+        "source": hashlib.sha256(source.encode()).hexdigest()[:16],
+        "trainer": hashlib.sha256(trainer.encode()).hexdigest()[:16],
+        "threads": plan.threads,
+        "world": plan.world,
+        "netns": plan.netns,
+        "machine": machine.identity(plan.device),
+    }
+
+
+def resolve(name: str):
+    """Return what a step ``shows``: a function of the trainer, or anywhere."""
+    module, _, name = name.rpartition(":")
+    return getattr(importlib.import_module(module or train.__name__), name)
+
+
+def show_difference(args) -> None:
+    """Print a step's source, and the trainer's functions it turns on."""
+    module = importlib.import_module(args.steps)
+    every = module.MEMORY + module.SPEED
+    for step in every:
+        if step.name == args.diff or step.section == args.diff:
+            print(inspect.getsource(step.change))
+            for name in step.shows:
+                shown = resolve(name)
+                print(f"# {inspect.getmodule(shown).__name__}")
+                print(inspect.getsource(shown))
+            return
+    names = "".join(f"\n  {s.section:8}{s.name}" for s in every)
+    if args.diff != "list":
+        raise bench.Refusal(f"--diff {args.diff}: no such step; known:{names}")
+    print(names)
+
+
+def one_section(plan: Plan, section: str, book: Book) -> None:
+    """Run the steps of one section on top of all that come before it."""
+    found = False
+    for track, steps in plan.tracks().items():
+        if section == SUMMARY[track][0]:
+            climb(plan, track, book, None, 0)
+            return
+        for place, step in enumerate(steps):
+            if step.section != section:
+                continue
+            found = True
+            earlier = [
+                s
+                for s in steps[:place]
+                if s.section != section
+                and not s.pilot
+                and missing(s, plan) is None
+                and not (s.needs and "ranks" in s.needs)
+            ]
+            names = [s.name for s in earlier]
+            before, holder = None, None
+            if earlier:
+                holder = earlier[-1]
+                before = try_step(
+                    plan, holder, names[:-1], None, None, 1.0, then=names
+                )
+                if before["verdict"] != "kept":
+                    book.add(before)
+                    say(before)
+                    return
+            seconds = row_seconds(plan, 1) / 2
+            row = try_step(plan, step, names, before, holder, seconds)
+            book.add(row)
+            say(row)
+    if not found:
+        known = sorted(
+            {s.section for t in plan.tracks().values() for s in t}
+            | {SUMMARY["memory"][0], SUMMARY["speed"][0], *CARDS}
+        )
+        raise bench.Refusal(
+            f"--only {section}: no such section here; known: "
+            + ", ".join(known)
+        )
+
+
+def main(argv=None) -> list[dict]:
+    """Run the log; return its rows.
+
+    Raises:
+        SystemExit: with code 1 when a step failed.
+    """
+    args = bench.cli(__doc__, argv, add=flags)
+    if args.diff:
+        show_difference(args)
+        return []
+    if args.predict:
+        predictions.main(["--save"] if args.save else [])
+        return []
+    if args.only in CARDS:
+        config = gpt.preset(args.preset or size(args.device, args.smoke)[0])
+        card = {"10.1": log.model_card, "10.2": log.machine_card}[args.only]
+        print(card(config, args.device))
+        return []
+    plan = make_plan(args)
+    config = train.Config(**plan.base)
+    header = {
+        "machine": machine.card(plan.device),
+        "peaks": plan.ceilings,
+        "source": machine.source(),
+        "preset": plan.base["preset"],
+        "smoke": plan.smoke,
+        "command": ["python", "-m", "ch10_gpt2.ladder", *args.argv],
+        "model": log.model_facts(config.model(), config.context()),
+        "key": key(plan),
+        "predictions": recorded_predictions(),
+    }
+    book = Book(plan, header, args.restart or bool(args.only))
+    print(machine.line(header["machine"]))
+    print(
+        f"{plan.base['preset']}: {plan.base['sequences']} sequences of "
+        f"{config.context()} tokens per update; log in {plan.out}",
+        flush=True,
+    )
+    try:
+        if args.only:
+            one_section(plan, args.only, book)
+        else:
+            chosen = [args.track] if args.track else ["memory", "speed"]
+            for i, track in enumerate(chosen):
+                ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
+                climb(plan, track, book, args.until, sum(ahead))
+    except KeyboardInterrupt:
+        done = len(book.data["rows"])
+        print(f"stopped; {done} rows are kept: the same command goes on")
+        raise
+    finally:
+        plan.close()
+    rows = book.data["rows"]
+    final = [r for r in rows if r["step"] == "summary" and r["config"]]
+    if final:
+        book.data["final"] = {
+            "command": train.command_line(final[-1]["config"], plan.world),
+            "config": final[-1]["config"],
+        }
+    book.save()
+    print(f"written: {log.render(book.data, plan.out)}")
+    if args.save:
+        log.save(args, book.data, plan.out)
+    failed = [r["step"] for r in rows if r["verdict"] == "failed"]
+    if failed:
+        raise SystemExit(1)
+    return rows
+
+
+if __name__ == "__main__":
+    bench.run(main)

@@ -1,0 +1,625 @@
+"""LOG.md and its pictures, written from log.json and nothing else.
+
+Run       python -m ch10_gpt2.log FOLDER     (a folder with a log.json)
+"""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+from ch10_gpt2 import predictions
+from common import bench, gpt, machine, tables
+
+MIB = 2**20
+CATEGORIES = {  # one colour each in every memory picture
+    "parameters": "#4c72b0",
+    "gradients": "#dd8452",
+    "optimizer": "#55a868",
+    "activations": "#c44e52",
+    "temporary": "#8172b3",
+    "other": "#937860",
+}
+VERDICT_COLOURS = {
+    "kept": "#55a868",
+    "reverted": "#c8c8c8",
+    "failed": "#c44e52",
+}
+KINDS = {  # of an operator or kernel, by what its name contains
+    "loss": ("nll", "cross_entropy", "log_softmax", "logsoftmax"),
+    "optimizer": ("adam", "foreach", "optimizer"),
+    "communication": ("nccl", "gloo", "all_reduce", "allgather", "reduce_"),
+    "attention": ("attention", "flash", "softmax", "fmha"),
+    "matrix product": ("mm", "gemm", "linear", "cublas", "cutlass"),
+    "copy": ("memcpy", "copy_", "to_copy"),
+}
+KIND_COLOURS = {
+    "matrix product": "#4c72b0",
+    "attention": "#c44e52",
+    "loss": "#dd8452",
+    "optimizer": "#55a868",
+    "communication": "#8172b3",
+    "copy": "#64b5cd",
+    "other": "#c8c8c8",
+}
+
+
+# --- cards --------------------------------------------------------------
+
+
+def model_facts(config: gpt.GPTConfig, T: int) -> dict:
+    """Return parameters, FLOPs and activation bytes per component (10.1)."""
+    return {
+        "config": gpt.as_dict(config),
+        "T": T,
+        "parameters": gpt.parameter_counts(config),
+        "flops_per_token": gpt.flops_by_component(config, T),
+        "flops_per_token_causal": gpt.flops_per_token(config, T, causal=True),
+        "activation_bytes": gpt.activation_bytes(config, 1, T),
+    }
+
+
+def _model_rows(facts: dict) -> list[dict]:
+    return [
+        {
+            "component": name,
+            "parameters": count,
+            "share": f"{count / facts['parameters']['total']:.1%}",
+            "FLOPs per token": f"{facts['flops_per_token'][name]:,.0f}",
+            "kept per sequence": tables.cell(
+                facts["activation_bytes"][name], "bytes"
+            ),
+        }
+        for name, count in facts["parameters"].items()
+    ]
+
+
+def model_card(config: gpt.GPTConfig, device) -> str:
+    """Describe the model per component, counted on the meta device too."""
+    import torch
+
+    facts = model_facts(config, config.block_size)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    counted = sum(p.numel() for p in model.parameters())
+    if counted != facts["parameters"]["total"]:
+        raise AssertionError(
+            f"formula {facts['parameters']['total']}, counted {counted}"
+        )
+    return (
+        tables.table(_model_rows(facts))
+        + f"\n{counted:,} parameters by formula and counted in the model; "
+        f"T = {config.block_size}, float32, plain attention\n"
+        "FLOPs per trained token 6 N + 12 L C T; attention counted causal: "
+        f"{facts['flops_per_token_causal']:,.0f}"
+    )
+
+
+def machine_card(config: gpt.GPTConfig, device) -> str:
+    """Describe the machine and its measured ceilings (10.2)."""
+    card = machine.card(device)
+    rows = _machine_rows(card, machine.peaks(device))
+    return machine.line(card) + "\n" + tables.table(rows, ["what", "value"])
+
+
+def _machine_rows(card: dict, peaks: dict) -> list[dict]:
+    gpu = card.get("gpu") or {}
+    rows = [
+        {"what": key, "value": card.get(key)}
+        for key in ("cpu", "cores", "threads", "governor", "memory_gib", "os")
+    ]
+    rows += [{"what": f"GPU {k}", "value": v} for k, v in gpu.items()]
+    rows += [
+        {"what": key, "value": card.get(key)} for key in ("python", "torch")
+    ]
+    rows += [
+        {"what": f"GEMM {dtype}", "value": tables.cell(rate, "_flops")}
+        for dtype, rate in peaks["gemm_flops"].items()
+    ]
+    for name in ("copy", "triad", "host_to_device"):
+        rate = peaks.get(f"{name}_bytes_per_s")
+        if rate:
+            rows.append(
+                {
+                    "what": name.replace("_", " "),
+                    "value": tables.cell(rate, "_bytes_per_s"),
+                }
+            )
+    return [r for r in rows if r["value"] not in (None, "", [])]
+
+
+# --- pictures -------------------------------------------------------------
+
+
+def _figure(width: float, height: float):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure, path: Path) -> str:
+    beside = path.with_suffix(".part")
+    figure.savefig(beside, dpi=110, format="png")
+    beside.replace(path)
+    return path.name
+
+
+def _of(rows: list[dict], track: str) -> list[dict]:
+    return [r for r in rows if r["track"] == track]
+
+
+def draw_speed(rows: list[dict], path: Path) -> str | None:
+    """Draw each step's speed against the baseline, the reverted ones grey."""
+    rows = [r for r in _of(rows, "speed") if r["ratio_first"]]
+    if len(rows) < 2:
+        return None
+    figure, axes = _figure(9, 0.36 * len(rows) + 1.3)
+    for i, row in enumerate(rows):
+        colour = VERDICT_COLOURS[row["verdict"]]
+        axes.barh(i, row["ratio_first"], color=colour, height=0.7)
+        label = f" {row['ratio_first']:.2f}×"
+        if row["step"] != "summary" and row["ratio_previous"]:
+            label += f"   (×{row['ratio_previous']:.2f}"
+            if row["ratio_interval"]:
+                low, high = row["ratio_interval"]
+                label += f" [{low:.2f}, {high:.2f}]"
+            label += ")"
+        axes.text(row["ratio_first"], i, label, va="center", fontsize=8)
+    names = [f"{r['section']}  {r['step']}" for r in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(0, 1.45 * max(r["ratio_first"] for r in rows))
+    axes.set_xlabel(
+        "speed / speed of the baseline (in brackets: against the row kept "
+        "before, with its 99% interval)",
+        fontsize=8,
+    )
+    axes.set_title("Speed track: green kept, grey reverted", fontsize=10)
+    return _save(figure, path)
+
+
+def draw_memory(bars: list[tuple[str, dict]], title: str, path: Path):
+    """Draw stacked bars of peak bytes by category.
+
+    Args:
+        bars: (label, {category: bytes}) from top to bottom.
+        title: what is shown.
+        path: the PNG.
+    """
+    if not bars:
+        return None
+    figure, axes = _figure(9, 0.42 * len(bars) + 1.6)
+    seen = {c for _, parts in bars for c in parts if c != "total"}
+    order = [c for c in CATEGORIES if c in seen]
+    order += sorted(seen - set(order))
+    most = max(sum(p.get(c, 0) for c in order) for _, p in bars)
+    unit, name = (2**30, "GiB") if most > 4 * 2**30 else (MIB, "MiB")
+    for i, (_, parts) in enumerate(bars):
+        left = 0.0
+        for category in order:
+            size = parts.get(category, 0) / unit
+            axes.barh(
+                i,
+                size,
+                left=left,
+                height=0.7,
+                color=CATEGORIES.get(category, "#bbbbbb"),
+                label=category if i == 0 else None,
+            )
+            left += size
+        axes.text(left, i, f" {left:,.1f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [b[0] for b in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * most / unit)
+    axes.set_xlabel(f"{name} at the peak of an update, per rank", fontsize=8)
+    figure.legend(fontsize=7, ncols=6, loc="outside lower center")
+    axes.set_title(title, fontsize=10)
+    return _save(figure, path)
+
+
+def draw_losses(rows: list[dict], path: Path) -> str | None:
+    """Lay the loss curves of all steps on top of each other."""
+    rows = [r for r in rows if len(r["losses"]) > 1]
+    if not rows:
+        return None
+    figure, axes = _figure(9, 4.2)
+    for i, row in enumerate(rows):
+        axes.plot(
+            range(1, len(row["losses"]) + 1),
+            row["losses"],
+            marker="o+x^vs*Dd1234"[i % 13],
+            markersize=5,
+            linewidth=0.8,
+            label=f"{row['section']} {row['step']}",
+        )
+    axes.set_xlabel("optimizer update")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("mean loss per token (nats)")
+    axes.set_title("Losses of all steps: they should lie on one line")
+    axes.legend(fontsize=6, ncols=2)
+    return _save(figure, path)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of work that an operator's or kernel's name tells."""
+    name = name.lower()
+    for kind, marks in KINDS.items():
+        if any(mark in name for mark in marks):
+            return kind
+    return "other"
+
+
+def read_intervals(trace: Path) -> dict[str, list[tuple]]:
+    """Read a Chrome trace's outermost operators, and all GPU kernels.
+
+    Returns:
+        per thread or stream (start µs, duration µs, name), by start.
+    """
+    opener = gzip.open if trace.suffix == ".gz" else open
+    with opener(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    lanes: dict[str, list[tuple]] = {}
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        kind = event.get("cat", "")
+        if kind == "cpu_op":
+            lane = f"thread {event['tid']}"
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            lane = f"stream {event['tid']}"
+        else:
+            continue
+        lanes.setdefault(lane, []).append(
+            (event["ts"], event.get("dur", 0), event["name"])
+        )
+    outermost = {}
+    for lane, found in lanes.items():
+        found.sort(key=lambda e: (e[0], -e[1]))
+        kept, end = [], float("-inf")
+        for start, duration, name in found:
+            if start >= end:
+                kept.append((start, duration, name))
+                end = start + duration
+        outermost[lane] = kept
+    return outermost
+
+
+def draw_timeline(trace: Path, title: str, path: Path) -> str | None:
+    """Draw one update: a lane per thread or stream, coloured by kind."""
+    lanes = read_intervals(trace)
+    lanes = {k: v for k, v in lanes.items() if sum(e[1] for e in v) > 0}
+    if not lanes:
+        return None
+    busiest = sorted(lanes, key=lambda k: -sum(e[1] for e in lanes[k]))[:4]
+    begin = min(lanes[k][0][0] for k in busiest)
+    figure, axes = _figure(10, 0.45 * len(busiest) + 1.5)
+    totals = dict.fromkeys(KIND_COLOURS, 0.0)
+    for i, lane in enumerate(busiest):
+        for kind, colour in KIND_COLOURS.items():
+            spans = [
+                ((start - begin) / 1e3, duration / 1e3)
+                for start, duration, name in lanes[lane]
+                if kind_of(name) == kind
+            ]
+            totals[kind] += sum(s[1] for s in spans)
+            axes.broken_barh(spans, (i - 0.4, 0.8), color=colour, linewidth=0)
+    for kind, colour in KIND_COLOURS.items():
+        if totals[kind]:
+            label = f"{kind} {totals[kind]:.0f} ms"
+            axes.barh(0, 0, color=colour, label=label)
+    axes.set_yticks(range(len(busiest)), busiest, fontsize=7)
+    axes.set_xlabel("ms, under the profiler", fontsize=8)
+    axes.set_title(title, fontsize=9)
+    figure.legend(fontsize=7, ncols=7, loc="outside lower center")
+    return _save(figure, path)
+
+
+# --- the page ---------------------------------------------------------------
+
+
+def _markdown(headings: list[str], rows: list[list]) -> str:
+    lines = ["| " + " | ".join(headings) + " |"]
+    lines.append("|" + "|".join(" --- " for _ in headings) + "|")
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def main_peak(row: dict) -> tuple[str, int] | None:
+    """Return the kind and bytes of the peak that decides."""
+    for kind in ("allocated", "tracked", "driver", "rss"):
+        if row["peak_bytes"].get(kind):
+            return kind, row["peak_bytes"][kind]
+    return None
+
+
+def _ratio(row: dict) -> str:
+    if row["ratio_previous"] is None:
+        return "—"
+    text = f"{row['ratio_previous']:.2f}"
+    if row["ratio_interval"]:
+        low, high = row["ratio_interval"]
+        text += f" [{low:.2f}, {high:.2f}]"
+    elif row.get("pilot"):
+        text += " (pilot)"
+    return text
+
+
+def _steps_table(rows: list[dict], memory: bool) -> str:
+    lines = []
+    for row in rows:
+        peak = main_peak(row)
+        first = row["ratio_first"]
+        lines.append(
+            [
+                row["section"],
+                row["step"],
+                *(
+                    [f"{row['predicted_bytes'] / MIB:,.1f}"]
+                    if memory and row.get("predicted_bytes")
+                    else ["—"] * memory
+                ),
+                f"{peak[1] / MIB:,.1f}" if peak else "—",
+                f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "—",
+                _ratio(row),
+                f"{first:.2f}" if first else "—",
+                row["verdict"],
+            ]
+        )
+    return _markdown(
+        ["§", "step"]
+        + ["predicted MiB"] * memory
+        + ["peak MiB", "tok/s", "× previous", "× first", "verdict"],
+        lines,
+    )
+
+
+def _agreement(row: dict) -> str:
+    a = row["agreement"]
+    if not a:
+        return ""
+    worst = "bit for bit" if a["worst"] == 0 else f"{a['worst']:.1e} apart"
+    return f"Losses: declared {a['declared']} (≤ {a['tolerance']:g}), {worst}."
+
+
+def _details(row: dict, picture: str | None) -> str:
+    lines = [
+        f"### {row['section']}  {row['title']} · {row['title_zh']}",
+        "",
+        f"`{row['step']}`: {row['why']}",
+        "",
+    ]
+    if row["predicted"]:
+        lines.append(f"* predicted: {row['predicted']}")
+    if row["tokens_per_s"]:
+        spread = ""
+        if row["spread"]:
+            low, high = row["spread"]
+            spread = (
+                f" (quartiles {low:,.0f} to {high:,.0f}, "
+                f"{row.get('rounds', 0)} rounds)"
+            )
+        lines.append(f"* measured: {row['tokens_per_s']:,.0f} tok/s{spread}")
+    if row["peak_bytes"]:
+        peaks = ", ".join(
+            f"{kind} {value / MIB:,.1f} MiB"
+            for kind, value in row["peak_bytes"].items()
+        )
+        lines.append(f"* peak per process: {peaks}")
+    if row["loss"] is not None:
+        lines.append(f"* loss {row['loss']:.4f}. {_agreement(row)}")
+    lines.append(f"* **{row['verdict']}**: {row['reason']}")
+    if picture:
+        lines += ["", f"![one update, {row['step']}]({picture})"]
+    return "\n".join(lines)
+
+
+def _predictions(found: dict, folder: Path) -> list[str]:
+    if not found or not found.get("cases"):
+        return ["No predictions are recorded; `--predict --save` makes them."]
+    lines = []
+    for name in dict.fromkeys(c["case"] for c in found["cases"]):
+        cases = [c for c in found["cases"] if c["case"] == name]
+        rows = [
+            [
+                c["section"],
+                c["step"],
+                c["ranks"],
+                f"{c['peak_bytes'] / MIB:,.1f}",
+                *(
+                    f"{c['bytes'].get(k, 0) / MIB:,.0f}"
+                    for k in list(CATEGORIES)[:4]
+                ),
+            ]
+            for c in cases
+        ]
+        headings = ["§", "step", "ranks", "peak MiB"]
+        lines += [
+            f"**{name}**",
+            "",
+            _markdown(headings + list(CATEGORIES)[:4], rows),
+            "",
+        ]
+    bars = [
+        (
+            f"{c['section']} {c['step']}"
+            + (f" ×{c['ranks']}" if c["ranks"] > 1 else ""),
+            c["bytes"],
+        )
+        for c in found["cases"]
+        if c["case"] == found["cases"][0]["case"]
+    ]
+    picture = draw_memory(
+        bars,
+        f"Predicted: {found['cases'][0]['case']}",
+        folder / "memory-predicted.png",
+    )
+    if picture:
+        lines += [f"![predicted memory by category]({picture})", ""]
+    if found.get("largest_batch"):
+        rows = [list(r.values()) for r in found["largest_batch"]]
+        headings = [k.replace("_", " ") for k in found["largest_batch"][0]]
+        lines += [
+            "Largest micro-batch that fits (GPT-2 124M, T = 1024):",
+            "",
+            _markdown(headings, rows),
+            "",
+        ]
+    if found.get("margin"):
+        lines += [f"Margin: {found['margin']}", ""]
+    return lines
+
+
+def render(data: dict, folder: Path) -> Path:
+    """Write LOG.md and its pictures into ``folder``; return its path.
+
+    Args:
+        data: the content of log.json.
+        folder: where ``traces/`` may lie; pictures go beside LOG.md.
+    """
+    rows = data["rows"]
+    memory, speed = _of(rows, "memory"), _of(rows, "speed")
+    pages = [
+        f"# The optimisation log of {data['preset']}",
+        "",
+        machine.line(data["machine"]),
+        "",
+        f"Written by `{' '.join(data['command'])}`; every figure comes from "
+        "`log.json`. Each row was measured in turns with the row kept "
+        "before it, in processes of their own; × previous is the ratio of "
+        "speeds with its 99% interval, × first the product of the kept "
+        "ratios (in the summaries: measured directly).",
+    ]
+    if data.get("smoke"):
+        pages += ["", "**A smoke run: the figures mean nothing.**"]
+    pages += ["", "## 10.1  The model · GPT 模型結構簡介", ""]
+    pages.append(
+        _markdown(
+            list(_model_rows(data["model"])[0]),
+            [
+                [tables.cell(v) for v in r.values()]
+                for r in _model_rows(data["model"])
+            ],
+        )
+    )
+    pages += [
+        "",
+        f"T = {data['model']['T']}. FLOPs per trained token: 6 N + 12 L C T, "
+        "kept: float32 activations of one sequence with plain attention.",
+        "",
+        "## 10.2  The machine · 實驗環境與機器配置",
+        "",
+        _markdown(
+            ["what", "value"],
+            [
+                [r["what"], tables.cell(r["value"])]
+                for r in _machine_rows(data["machine"], data["peaks"])
+            ],
+        ),
+        "",
+        "## 10.3  Memory · 顯示記憶體最佳化",
+        "",
+    ]
+    if memory:
+        kind = next((main_peak(r)[0] for r in memory if main_peak(r)), "—")
+        pages += [
+            _steps_table(memory, memory=True),
+            "",
+            f"Peak: `{kind}`, of one update and one rank.",
+            "",
+        ]
+        bars = [
+            (f"{r['section']} {r['step']}", r["categories"])
+            for r in memory
+            if r["categories"]
+        ]
+        picture = draw_memory(
+            bars,
+            f"{data['preset']} on this machine, predicted by category",
+            folder / "memory.png",
+        )
+        if picture:
+            pages += [f"![memory by category]({picture})", ""]
+    pages += ["### The same steps, predicted for the book's own case", ""]
+    pages += _predictions(data.get("predictions") or {}, folder)
+    pages += ["## 10.4  Speed · 性能最佳化", ""]
+    if speed:
+        pages += [_steps_table(speed, memory=False), ""]
+    for picture, alt in (
+        (draw_speed(rows, folder / "speed.png"), "speed of each step"),
+        (draw_losses(rows, folder / "losses.png"), "losses of all steps"),
+    ):
+        if picture:
+            pages += [f"![{alt}]({picture})", ""]
+    pages += ["## Step by step", ""]
+    for row in rows:
+        picture = None
+        trace = folder / row["trace"] if row["trace"] else None
+        name = f"timeline-{row['track']}-{row['section']}-{row['step']}.png"
+        if trace and trace.exists():
+            picture = draw_timeline(
+                trace, f"{row['section']} {row['step']}", folder / name
+            )
+        pages += [_details(row, picture), ""]
+    if data.get("final"):
+        pages += [
+            "## Use it · 在這台機器上使用",
+            "",
+            "The configuration that was kept; it trains with:",
+            "",
+            "```",
+            data["final"]["command"],
+            "```",
+            "",
+        ]
+    path = folder / "LOG.md"
+    bench.write_atomic(path, "\n".join(pages).rstrip() + "\n")
+    return path
+
+
+def save(args, data: dict, out: Path) -> None:
+    """Keep the log as a record and generate ch10_gpt2/LOG.md from it."""
+    extra = {k: v for k, v in data.items() if k not in ("rows", "machine")}
+    extra.pop("predictions", None)  # a record of their own
+    path = bench.record(args, data["rows"], extra)
+    if path and path.parent.parent.name == "ch10_gpt2":
+        publish(data, path.parent.parent, out)
+
+
+def publish(data: dict, chapter: Path, out: Path) -> Path:
+    """Render the log into the chapter's folder, pictures in ``log/``."""
+    folder = chapter / "log"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    traces = {r["trace"]: out / r["trace"] for r in data["rows"] if r["trace"]}
+    rows = [
+        r | {"trace": str(traces[r["trace"]].resolve())} if r["trace"] else r
+        for r in data["rows"]
+    ]
+    return render(data | {"rows": rows}, folder)
+
+
+def main(argv=None) -> None:
+    """Render the log.json of a folder again."""
+    folders = sys.argv[1:] if argv is None else argv
+    if len(folders) != 1:
+        raise bench.Refusal("give one folder that holds a log.json")
+    path = Path(folders[0]) / "log.json"
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        rows = data["rows"]
+    except OSError as error:
+        raise bench.Refusal(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise bench.Refusal(f"{path}: not a log of the ladder") from None
+    data.setdefault("predictions", predictions.load())
+    print(f"{render(data, path.parent)}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    bench.run(main)

@@ -1,0 +1,330 @@
+"""Two configurations in processes of their own that take turns.
+
+On a machine that other people use too, the time of one run says little; the
+ratio of two runs that alternate every few updates says a lot. The ladder
+(``ladder.py``) decides what runs; here it is run and timed.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ch10_gpt2 import train
+from ch10_gpt2.steps import TOLERANCE, Step
+from common import bench, ranks
+
+GRADIENT_TOLERANCE = {"exact": 0.0, "close": 1e-3, "precision": 5e-2}
+FEWEST_ROUNDS = {False: 8, True: 2}  # by smoke; 8 deserve a 99% interval
+
+
+class WorkerError(Exception):
+    """What a worker reported instead of an answer; ``kind`` as it said."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class Worker:
+    """Ranks that hold one configuration and do what the ladder asks."""
+
+    def __init__(self, plan: "Plan", step: Step, world: int):
+        self.world, self.number, self.alone = world, 0, world == 1
+        self.stack = contextlib.ExitStack()
+        self.folder = Path(
+            self.stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix="ladder-", ignore_cleanup_errors=True
+                )
+            )
+        )
+        output = self.stack.enter_context(open(self.folder / "out", "wb"))
+        options = {
+            "threads": max(1, plan.threads // world),
+            "env": {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            "stdout": output,
+        }
+        program = "ch10_gpt2.worker", [str(self.folder)]
+        try:
+            if step.hosts:
+                hosts = ranks.hosts(*program, netns=plan.netns, **options)
+                self.processes = self.stack.enter_context(hosts)
+            else:
+                self.processes = ranks.launch(*program, world, **options)
+                for process in self.processes:
+                    self.stack.callback(process.end)
+        except BaseException:
+            self.stack.close()
+            raise
+
+    def tell(self, **command) -> None:
+        """Give the next command without waiting for its answer."""
+        path = self.folder / f"command-{self.number}.json"
+        bench.write_atomic(path, json.dumps(command))
+        self.number += 1
+
+    def hear(self, timeout_s: float = 900) -> dict:
+        """Wait for every rank's answer; return rank 0's with ``all``.
+
+        Raises:
+            WorkerError: when a rank fails, dies or stays silent.
+        """
+        replies, until = {}, time.monotonic() + timeout_s
+        while len(replies) < self.world:
+            for rank in set(range(self.world)) - set(replies):
+                name = f"reply-{self.number - 1}-{rank}.json"
+                path = self.folder / name
+                if path.exists():
+                    replies[rank] = json.loads(path.read_text())
+            failed = [r for r in replies.values() if "error" in r]
+            if failed:
+                self.number = -1
+                raise WorkerError(failed[0]["error"], failed[0]["text"])
+            ended = [p for p in self.processes if p.poll() is not None]
+            if ended:
+                code, self.number = ended[0].returncode, -1
+                # the kernel's own answer to a lack of memory is SIGKILL
+                kind = "out-of-memory" if code in (-9, 137) else "error"
+                said = [line for line in ended[0].tail if line.strip()]
+                said = said[-1][:300] if said else "it said nothing"
+                raise WorkerError(kind, f"a rank ended with {code}: {said}")
+            if time.monotonic() > until:
+                raise WorkerError("error", f"no answer in {timeout_s:.0f} s")
+            time.sleep(0.004)
+        return replies[0] | {"all": [replies[r] for r in sorted(replies)]}
+
+    def ask(self, **command) -> dict:
+        """Give a command and wait for its answer."""
+        self.tell(**command)
+        return self.hear()
+
+    def close(self) -> None:
+        """Stop the ranks, by force if need be, and remove the folder."""
+        try:
+            if self.number >= 0:  # else they have ended, or are to be ended
+                self.tell(do="stop")
+                for process in self.processes:
+                    process.wait(timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            self.stack.close()
+
+
+@dataclasses.dataclass
+class Plan:
+    """Everything that stays the same through both tracks."""
+
+    base: dict
+    steps: str
+    smoke: bool
+    threads: int
+    world: int
+    netns: bool
+    budget_s: float
+    out: Path
+    ceilings: dict
+    updates: int | None = None
+    spares: list = dataclasses.field(default_factory=list)
+    begun: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that every configuration runs on."""
+        return torch.device(self.base["device"])
+
+    def tracks(self) -> dict[str, list[Step]]:
+        """Return the two lists of steps."""
+        module = importlib.import_module(self.steps)
+        return {"memory": module.MEMORY, "speed": module.SPEED}
+
+    def ranks_of(self, config: train.Config) -> int:
+        """Return how many processes hold this configuration."""
+        return 1 if config.parallel == "none" else self.world
+
+    def configure(self, track: str, applied: list[str]) -> train.Config:
+        """Apply the named steps to the base."""
+        changes = {s.name: s.change for s in self.tracks()[track]}
+        config = train.Config(**self.base)
+        for name in applied:
+            config = changes[name](config)
+        world = self.ranks_of(config)
+        return train.fit_to_ranks(config, world, self.threads // world)
+
+    def worker(self, step: Step, world: int) -> Worker:
+        """Start the ranks of a configuration: fresh processes.
+
+        A smoke run proves nothing about memory or speed; it hands a process
+        on to the next configuration, as importing torch is what takes long.
+        Steps of somebody's own may change anything in their process, so
+        they never share one.
+        """
+        if self.spares and world == 1 and not step.hosts:
+            return self.spares.pop()
+        return Worker(self, step, world)
+
+    def release(self, worker: Worker) -> None:
+        """End a worker, or keep it for the next configuration."""
+        usable = worker.alone and worker.number >= 0
+        if self.smoke and usable and self.steps == "ch10_gpt2.steps":
+            self.spares.append(worker)
+        else:
+            worker.close()
+
+    def close(self) -> None:
+        """End the workers that were kept."""
+        while self.spares:
+            self.spares.pop().close()
+
+    def order(self, do: str, track: str, applied: list[str]) -> dict:
+        """Return the command that makes a worker hold this configuration."""
+        world = self.ranks_of(self.configure(track, applied))
+        return {
+            "do": do,
+            "steps": self.steps,
+            "track": track,
+            "base": self.base,
+            "applied": applied,
+            "world": world,
+            "threads": max(1, self.threads // world),
+        }
+
+
+def start(plan: Plan, pairs: list) -> list[Worker]:
+    """Start workers side by side and wait until each holds its model."""
+    workers = []
+    try:
+        for step, track, applied in pairs:
+            order = plan.order("start", track, applied)
+            workers.append(plan.worker(step, order["world"]))
+            workers[-1].tell(**order)
+        for worker in workers:
+            worker.hear()
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    return workers
+
+
+def race(plan: Plan, old: Worker | None, new: Worker, seconds: float) -> dict:
+    """Let two configurations take turns of a few updates.
+
+    Both start from the same weights and see the same batches, so update i of
+    one is compared with update i of the other. The first two updates of each
+    (allocation, compilation) are compared but not timed.
+
+    Returns:
+        ``old`` and ``new``: the updates' reports; ``rounds``: per-round
+        seconds per update of both.
+    """
+    begun = time.monotonic()
+    contenders = [w for w in (old, new) if w is not None]
+    reports = [[] for _ in contenders]
+    for i, worker in enumerate(contenders):
+        reports[i] += worker.ask(do="updates", count=2)["updates"]
+    slowest = max(r[-1]["seconds"] for r in reports)
+    if plan.updates is None:
+        room = seconds / (2.2 * slowest)
+        plan.updates = 3 if plan.smoke else int(min(12, max(6, room)))
+    turn = max(1, min(8, math.ceil(0.2 / slowest)))
+    rounds = []
+    while True:
+        enough = len(reports[-1]) >= plan.updates and len(
+            rounds
+        ) >= FEWEST_ROUNDS[plan.smoke] - (old is None)
+        late = time.monotonic() - begun > seconds
+        if enough and (late or plan.smoke or len(rounds) >= 60):
+            break
+        times = []
+        for i, worker in enumerate(contenders):
+            done = worker.ask(do="updates", count=turn)["updates"]
+            reports[i] += done
+            times.append(statistics.fmean(u["seconds"] for u in done))
+        rounds.append(times)
+    return {
+        "old": reports[0] if old is not None else None,
+        "new": reports[-1],
+        "rounds": rounds,
+    }
+
+
+def agreement(kind: str, old: list, new: list, precision: str) -> dict:
+    """Compare two runs' losses, and the gradient norm of their first update.
+
+    After a step to 16 bits, ``close`` means close in 16 bits.
+    """
+    if kind == "close" and precision != "float32":
+        kind = "precision"
+
+    def apart(key, a, b):
+        if not (math.isfinite(a[key]) and math.isfinite(b[key])):
+            # a GradScaler's first overflow is not a disagreement
+            skipped = a.get("skipped") or b.get("skipped")
+            return 0.0 if key == "grad_norm" and skipped else math.inf
+        return abs(a[key] - b[key]) / max(abs(a[key]), 1e-12)
+
+    worst = max(apart("loss", a, b) for a, b in zip(old, new, strict=False))
+    gradient = apart("grad_norm", old[0], new[0])
+    return {
+        "declared": kind,
+        "tolerance": TOLERANCE[kind],
+        "worst": worst,
+        "worst_gradient_norm": gradient,
+        "gradient_tolerance": GRADIENT_TOLERANCE[kind],
+        "holds": worst <= TOLERANCE[kind]
+        and gradient <= GRADIENT_TOLERANCE[kind],
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the first and third quartile."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def measured(plan: Plan, result: dict, config: train.Config) -> dict:
+    """Turn a race into the row's figures."""
+    tokens = config.sequences * config.context()
+    times = [r[-1] for r in result["rounds"]]
+    rates = [tokens / t for t in times]
+    seen = result["new"][: plan.updates]
+    losses = [u["loss"] for u in seen]
+    values = {
+        "tokens_per_s": statistics.median(rates),
+        "spread": quartiles(rates),
+        "rounds": len(times),
+        "seconds": statistics.median(times),
+        "data_s": statistics.median(u["data_s"] for u in result["new"][2:]),
+        "loss": losses[-1],
+        "losses": losses,
+        "gradient_norms": [u["grad_norm"] for u in seen],
+        "config": train.as_dict(config),
+    }
+    if result["old"] is not None:
+        ratio, low, high = bench.bootstrap_ratio(
+            [r[0] for r in result["rounds"]], times
+        )
+        values |= {"ratio_previous": ratio, "ratio_interval": [low, high]}
+    return values
+
+
+def measure_memory(worker: Worker, trace: Path | None) -> dict:
+    """Ask every rank for its peak; report the largest by kind."""
+    answer = worker.ask(do="memory", trace=str(trace) if trace else None)
+    kinds: dict[str, int] = {}
+    for reply in answer["all"]:
+        for kind, value in reply["peak_bytes"].items():
+            kinds[kind] = max(kinds.get(kind, 0), value)
+    return kinds

@@ -1,0 +1,200 @@
+"""One configuration in a process of its own, told what to do by the ladder.
+
+The ladder writes ``command-<n>.json`` into the worker's folder, every rank
+answers with ``reply-<n>-<rank>.json``. Files work on every system, across
+torchrun and across network namespaces, and nothing has to listen; a rank
+that waits looks every few milliseconds and leaves the cores to the other
+configuration.
+
+Run       python -m ch10_gpt2.worker FOLDER   (the ladder does this)
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from ch07_memory import training_memory
+from ch10_gpt2 import train
+from common import bench, ranks, timers
+
+
+def write_json(path: Path, value) -> None:
+    """Write beside and rename, so that a reader never sees half a file."""
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(value))
+    os.replace(beside, path)
+
+
+def configure(order: dict) -> train.Config:
+    """Apply the named steps to the base, then what this launch dictates.
+
+    The steps run here, in the process that trains: a step may change
+    anything, and the ladder still sees nothing but losses and seconds.
+    """
+    module = importlib.import_module(order["steps"])
+    track = getattr(module, order["track"].upper())
+    changes = {step.name: step.change for step in track}
+    config = train.Config(**order["base"])
+    for name in order["applied"]:
+        config = changes[name](config)
+    return train.fit_to_ranks(config, order["world"], order["threads"])
+
+
+def updates(run, count: int) -> dict:
+    """Run ``count`` optimizer updates and return what each reported."""
+    return {"updates": [train.update(run) for _ in range(count)]}
+
+
+def peak_rss() -> int | None:
+    """Return this process's largest resident set so far, in bytes."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        return getattr(psutil.Process().memory_info(), "peak_wset", None)
+    return None
+
+
+def memory(run, trace: str | None) -> dict:
+    """Measure one update's peak; on a CPU under the profiler.
+
+    The optimizer state exists by now, so this is the steady state. Leaves
+    the profile as a trace for the log's timeline.
+    """
+    device = torch.device(run.config.device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        train.update(run)
+        torch.cuda.synchronize()
+        peak = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
+        if trace:
+            with torch.profiler.profile() as profile:
+                train.update(run)
+                torch.cuda.synchronize()
+            profile.export_chrome_trace(trace)
+    elif device.type == "cpu":
+        before = peak_rss()
+        run.optimizer.zero_grad(set_to_none=True)
+        resident = training_memory.resident_bytes(run.model, run.optimizer)
+        measured = training_memory.measure_peak(
+            lambda: train.update(run), resident
+        )
+        peak = {"tracked": measured["peak_bytes"], "rss": before}
+        if trace:
+            measured["profile"].export_chrome_trace(trace)
+    else:
+        train.update(run)
+        peak = {"driver": torch.mps.driver_allocated_memory()}
+    return {"peak_bytes": {k: v for k, v in peak.items() if v}}
+
+
+def pilot(config: train.Config) -> dict:
+    """Time forward and backward of one sequence, not compiled.
+
+    Returns:
+        The loss at the initial weights and the seconds of the second call.
+    """
+    config = dataclasses.replace(
+        config,
+        compile=False,
+        micro_batch=1,
+        sequences=1,
+        workers=0,
+        parallel="none",
+    )
+    run = train.start(config)
+    device = torch.device(config.device)
+    for _ in range(2):
+        timers.synchronize(device)
+        begin = time.perf_counter()
+        loss = train.trial(run)
+        timers.synchronize(device)
+        seconds = time.perf_counter() - begin
+    train.finish(run)
+    return {"loss": loss, "seconds": seconds}
+
+
+def failure(error: BaseException) -> dict:
+    """Say what went wrong in one sentence, and of which kind it is."""
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    out_of_memory = isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)
+    kind = "error"
+    if out_of_memory:
+        kind = "out-of-memory"
+    elif isinstance(error, bench.Refusal):
+        kind = "refusal"
+    return {
+        "error": kind,
+        "text": f"{text[0]}"[:300],
+        "traceback": traceback.format_exc(),
+    }
+
+
+def serve(folder: Path) -> None:
+    """Carry out the commands in their order until ``stop``."""
+    rank = int(os.environ.get("RANK", 0))
+    run, number = None, 0
+    while True:
+        path = folder / f"command-{number}.json"
+        parent = os.getppid()
+        while not path.exists():
+            time.sleep(0.004)
+            if os.getppid() != parent or not folder.exists():
+                return  # the ladder is gone
+        order = json.loads(path.read_text())
+        reply = folder / f"reply-{number}-{rank}.json"
+        number += 1
+        try:
+            if order["do"] == "stop":
+                if run is not None:
+                    train.finish(run)
+                write_json(reply, {})
+                return
+            if order["do"] == "start":
+                if run is not None:
+                    train.finish(run)
+                    run = None
+                    gc.collect()
+                torch._dynamo.reset()
+                run = train.start(configure(order))
+                answer = {"config": train.as_dict(run.config)}
+            elif order["do"] == "pilot":
+                answer = pilot(configure(order))
+            elif order["do"] == "updates":
+                answer = updates(run, order["count"])
+            elif order["do"] == "memory":
+                trace = order["trace"] if rank == 0 else None
+                answer = memory(run, trace)
+            write_json(reply, answer)
+        except BaseException as error:
+            write_json(reply, failure(error))
+            return
+
+
+def main(argv=None) -> None:
+    """Serve the folder given on the command line."""
+    serve(Path((sys.argv[1:] if argv is None else argv)[0]))
+    ranks.finish()
+
+
+if __name__ == "__main__":
+    main()

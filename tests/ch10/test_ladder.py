@@ -1,0 +1,253 @@
+"""The ladder's rows, verdicts, resumption and refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ch10_gpt2 import ladder, steps, train
+from common import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {
+    *("track", "section", "step", "verdict", "reason", "predicted"),
+    *("tokens_per_s", "spread", "ratio_previous", "ratio_first"),
+    *("peak_bytes", "loss", "agreement"),
+}
+
+
+def run(*words, **more):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | more.pop("env", {})
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent)]
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "ch10_gpt2.ladder", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+        **more,
+    )
+
+
+def read(folder):
+    return json.loads((folder / "log.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Run a memory track in which every later step is wrong on purpose."""
+    out = tmp_path_factory.mktemp("planted")
+    done = run(
+        "--smoke", "--track", "memory", "--steps", "planted_steps",
+        "--out", out,
+    )  # fmt: skip
+    return out, done
+
+
+def test_a_planted_error_fails_the_ladder(planted):
+    out, done = planted
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    rows = {r["step"]: r for r in read(out)["rows"]}
+    wrong = rows["zero_grad_inside"]
+    assert wrong["verdict"] == "failed"
+    agreement = wrong["agreement"]
+    # a hundredfold beyond the tolerance: no accident of rounding
+    assert agreement["worst_gradient_norm"] > (
+        100 * agreement["gradient_tolerance"]
+    )
+    assert "does not compute the same" in wrong["reason"]
+
+
+def test_out_of_memory_is_a_verdict(planted):
+    out, _ = planted
+    row = {r["step"]: r for r in read(out)["rows"]}["too_large"]
+    assert row["verdict"] == "reverted"
+    assert row["reason"].startswith("out of memory")
+
+
+def test_a_worker_that_dies_fails_its_row_only(planted):
+    out, _ = planted
+    rows = {r["step"]: r for r in read(out)["rows"]}
+    assert rows["crash"]["verdict"] == "failed"
+    assert rows["summary"]["verdict"] == "kept"  # the track went on
+    assert (out / "LOG.md").exists()
+
+
+def test_rows_have_every_key(planted):
+    out, _ = planted
+    data = read(out)
+    assert data["machine"]["id"]
+    for row in data["rows"]:
+        assert row.keys() >= KEYS
+        assert row["verdict"] in (
+            *("kept", "reverted", "not-applicable", "failed"),
+        )
+        assert row["reason"]
+
+
+def test_a_killed_ladder_goes_on_where_it_was(tmp_path):
+    words = [
+        *("--smoke", "--track", "speed", "--steps", "planted_steps"),
+        *("--out", str(tmp_path)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent)]
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ch10_gpt2.ladder", *words],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    log = tmp_path / "log.json"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        if log.exists() and read(tmp_path)["rows"]:
+            break
+        time.sleep(0.02)
+    assert process.poll() is None, "it ended before it could be killed"
+    process.kill()
+    process.wait()
+    before = read(tmp_path)["rows"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    after = read(tmp_path)["rows"]
+    assert after[: len(before)] == before
+    names = [r["step"] for r in after]
+    assert names == ["speed_baseline", "larger_batch", "tokenise_once"] + [
+        "summary"
+    ]
+    again = run(*words)  # a finished log repeats nothing at all
+    assert again.returncode == 0
+    assert read(tmp_path)["rows"] == after
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--preset", "gpt5"], "unknown preset"),
+        (["--device", "cuda:9"], "--device cuda:9"),
+        (["--only", "9.9"], "known: "),
+        (["--diff", "magic"], "no such step"),
+        (["--data", "/no/such.txt"], "/no/such.txt"),
+        (["--steps", "no_such_module"], "--steps no_such_module"),
+        (["--sequences", "0"], "--sequences"),
+    ],
+)
+def test_bad_words_are_refused_in_one_sentence(words, says, tmp_path):
+    done = run("--smoke", "--out", tmp_path, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 25
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.write_text("not a folder")
+    done = run("--smoke", "--out", occupied)
+    assert done.returncode == 2
+    assert str(occupied) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_diff_shows_the_step_and_what_it_turns_on(capsys):
+    ladder.main(["--diff", "fused_attention"])
+    shown = capsys.readouterr().out
+    assert 'attention="fused"' in shown
+    assert "scaled_dot_product_attention" in shown
+
+
+def row(**values):
+    step = steps.SPEED[5]
+    config = train.as_dict(train.Config())
+    filled = ladder.empty_row(step, config=config) | values
+    filled["agreement"] = {"holds": True}
+    return filled
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [([1.1, 1.3], "kept"), ([0.9, 1.1], "reverted"), ([0.7, 0.9], "reverted")],
+)
+def test_speed_needs_an_interval_beyond_one(interval, verdict):
+    measured = row(ratio_previous=sum(interval) / 2, ratio_interval=interval)
+    assert ladder.judge(steps.SPEED[5], measured, row())[0] == verdict
+
+
+def test_memory_needs_a_smaller_peak():
+    step = steps.MEMORY[2]
+    before = row(peak_bytes={"tracked": 1000})
+    for peak, verdict in ((800, "kept"), (999, "reverted")):
+        measured = row(
+            ratio_previous=0.8,
+            ratio_interval=[0.7, 0.9],
+            peak_bytes={"tracked": peak},
+        )
+        assert ladder.judge(step, measured, before)[0] == verdict
+
+
+def test_failed_rows_are_tried_again(tmp_path):
+    plan = ladder.Plan({}, "m", True, 1, 2, False, 1.0, tmp_path, {})
+    header = {"key": "k"}
+    kept = {"track": "speed", "step": "a", "section": "1", "verdict": "kept"}
+    failed = kept | {"step": "b", "verdict": "failed"}
+    bench.write_atomic(
+        tmp_path / "log.json",
+        json.dumps(header | {"rows": [kept, failed], "updates": 5}),
+    )
+    book = ladder.Book(plan, header, fresh=False)
+    assert book.data["rows"] == [kept] and plan.updates == 5
+    other = ladder.Book(plan, {"key": "another"}, fresh=False)
+    assert other.data["rows"] == []
+    assert list(tmp_path.glob("log-*.json"))  # the other log is not lost
+
+
+def test_a_log_cut_short_is_put_aside(tmp_path):
+    (tmp_path / "log.json").write_text('{"key": "k", "rows": [')
+    plan = ladder.Plan({}, "m", True, 1, 2, False, 1.0, tmp_path, {})
+    assert ladder.Book(plan, {"key": "k"}, fresh=False).data["rows"] == []
+    assert list(tmp_path.glob("log-*.json"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_leaves_no_process_and_keeps_rows(tmp_path):
+    import psutil
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent)]
+    )
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ch10_gpt2.ladder", "--smoke"),
+            *("--steps", "planted_steps", "--track", "speed"),
+            *("--out", str(tmp_path)),
+        ],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 120
+    children = []
+    while time.monotonic() < until and process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        if children:
+            break
+        time.sleep(0.02)
+    assert children
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in words
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
