@@ -225,6 +225,11 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
         if saved > 0.01:
             return "kept", f"peak {-saved:+.0%} ({kind}) {price}"
         return "reverted", f"peak {-saved:+.1%} ({kind}) {price}"
+    if step.name == "compiled_graph" and row["smoke"]:
+        return "reverted", (
+            f"{ratio}; a smoke run does not carry it on, as every later row "
+            "would compile again"
+        )
     if step.hosts:  # loopback or a virtual cable: no host was added
         return "reverted", (
             f"{ratio} with one machine standing in for two hosts: it shows "
@@ -289,7 +294,7 @@ def attempt(
     track = step.track
     then = [*applied, step.name] if then is None else then
     config = plan.configure(track, then)
-    row = empty_row(step, config=train.as_dict(config))
+    row = empty_row(step, config=train.as_dict(config), smoke=plan.smoke)
     if track == "memory":
         predicted = predict_memory(plan, config)
         row["categories"] = predicted["bytes"]
@@ -541,7 +546,7 @@ def flags(parser) -> None:
 def size(device: torch.device, smoke: bool) -> tuple[str, int, float]:
     """Choose preset, sequences per update and budget for a device."""
     if smoke:
-        return "gpt2-tiny", 8, 40.0
+        return "gpt2-tiny", 4, 20.0
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         # two configurations are alive at once; plain attention at T = 1024
@@ -566,6 +571,8 @@ def make_plan(args) -> Plan:
         "warmup": 2,
         "lr": 1e-3,
     }
+    if args.smoke and args.preset is None:
+        base["T"] = 32
     try:
         module = importlib.import_module(args.steps)
         module.MEMORY, module.SPEED  # noqa: B018

@@ -220,8 +220,9 @@ def race(plan: Plan, old: Worker | None, new: Worker, seconds: float) -> dict:
     """Let two configurations take turns of a few updates.
 
     Both start from the same weights and see the same batches, so update i of
-    one is compared with update i of the other. The first two updates of each
-    (allocation, compilation) are compared but not timed.
+    one is compared with update i of the other. The first three updates of
+    each (allocation, compilation, how long a turn should be) are compared but
+    not timed.
 
     Returns:
         ``old`` and ``new``: the updates' reports; ``rounds``: per-round
@@ -230,8 +231,12 @@ def race(plan: Plan, old: Worker | None, new: Worker, seconds: float) -> dict:
     begun = time.monotonic()
     contenders = [w for w in (old, new) if w is not None]
     reports = [[] for _ in contenders]
+    for worker in contenders:  # side by side: this is not timed
+        worker.tell(do="updates", count=2)
     for i, worker in enumerate(contenders):
-        reports[i] += worker.ask(do="updates", count=2)["updates"]
+        reports[i] += worker.hear()["updates"]
+    for i, worker in enumerate(contenders):
+        reports[i] += worker.ask(do="updates", count=1)["updates"]
     slowest = max(r[-1]["seconds"] for r in reports)
     if plan.updates is None:
         room = seconds / (2.2 * slowest)
@@ -306,7 +311,7 @@ def measured(plan: Plan, result: dict, config: train.Config) -> dict:
         "spread": quartiles(rates),
         "rounds": len(times),
         "seconds": statistics.median(times),
-        "data_s": statistics.median(u["data_s"] for u in result["new"][2:]),
+        "data_s": statistics.median(u["data_s"] for u in result["new"][3:]),
         "loss": losses[-1],
         "losses": losses,
         "gradient_norms": [u["grad_norm"] for u in seen],

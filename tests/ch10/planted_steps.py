@@ -13,7 +13,7 @@ MEMORY, SPEED = [], []
 @step(MEMORY, "10.3.1", "Baseline", "基準模型")
 def memory_baseline(config):
     """Keep everything."""
-    return replace(config, micro_batch=8, optimizer="foreach", tokens="once")
+    return replace(config, micro_batch=config.sequences, optimizer="foreach", tokens="once")
 
 
 @step(MEMORY, "10.3.2", "Accumulation", "梯度累加", agreement="close")
@@ -65,7 +65,7 @@ def speed_baseline(config):
 @step(SPEED, "10.4.2", "Batch size", "增加 BatchSize", agreement="close")
 def larger_batch(config):
     """One large micro-batch."""
-    return replace(config, micro_batch=8)
+    return replace(config, micro_batch=config.sequences)
 
 
 @step(SPEED, "5.2.3", "Tokenise once", "資料的離線前置處理")

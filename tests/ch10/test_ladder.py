@@ -168,7 +168,7 @@ def test_diff_shows_the_step_and_what_it_turns_on(capsys):
 def row(**values):
     step = steps.SPEED[5]
     config = train.as_dict(train.Config())
-    filled = ladder.empty_row(step, config=config) | values
+    filled = ladder.empty_row(step, config=config, smoke=False) | values
     filled["agreement"] = {"holds": True}
     return filled
 
