@@ -10,9 +10,10 @@ Run       python -m benchmarks.against_nanogpt --nanogpt FOLDER [--save]
 
 FOLDER is a checkout of https://github.com/karpathy/nanoGPT; its ``model.py``
 is executed. All rows make whole updates in turn in one process: forward,
-backward, clipping, fused AdamW on both sides. nanoGPT's batches lie in memory
-beforehand; the trainer reads its own from the token file. The ceiling is the
-best float32 GEMM of the sizes below, measured between them.
+backward, clipping, AdamW, fused on both sides. What the trainer sets for the
+process holds for nanoGPT too. nanoGPT's batches lie in memory beforehand;
+the trainer reads its own from the token file. The ceiling is the best
+float32 GEMM of the sizes below, measured between the updates.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -93,8 +95,8 @@ def configuration(args):
             ) from None
     else:
         chosen = train.Config(
-            sequences=4,
-            micro_batch=4,
+            sequences=8,
+            micro_batch=8,
             attention="fused",
             loss="in-place",
             optimizer="fused",
@@ -316,6 +318,7 @@ def main(argv=None):
             "found": found,
             "config": dataclasses.asdict(config),
             "threads": torch.get_num_threads(),
+            "malloc": {k: v for k, v in os.environ.items() if "MALLOC" in k},
             "ceiling_flops": {
                 n: float(np.median(r)) for n, r in rates.items()
             },

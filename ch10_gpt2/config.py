@@ -8,6 +8,8 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
+import sysconfig
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +55,7 @@ class Config:
     transfer: str = flag(
         "blocking", "of batches to the device", "blocking", "prefetch"
     )
+    allocator: str = flag("default", "freed host memory", "default", "keep")
     compile: bool = flag(False, "torch.compile the model")
     precision: str = flag(
         "float32", "autocast of GEMMs", "float32", "bfloat16", "float16"
@@ -97,7 +100,8 @@ class Config:
         """Return the most sequences that fit the device by a rough formula.
 
         Float32 bytes per token, plain: about 32 C and 4 H T kept per block,
-        4 V for the logits and their gradient; half of the memory is used.
+        4 V for the logits and their gradient; 0.4 of the memory is used, for
+        another process may hold the same configuration (the ladder's does).
         """
         shape, T = self.model(), self.context()
         kept = shape.n_layer * (32 * shape.n_embd + 4 * shape.n_head * T)
@@ -106,7 +110,7 @@ class Config:
             room = torch.cuda.get_device_properties(0).total_memory
         else:
             room = machine.memory_bytes() or 8 << 30
-        room = room / 2 - 16 * gpt.parameter_counts(shape)["total"]
+        room = 0.4 * room - 16 * gpt.parameter_counts(shape)["total"]
         return divisor(self.sequences, max(1, int(room // sequence)))
 
 
@@ -166,15 +170,36 @@ def check(config: Config, world: int) -> None:
 def cannot_compile(device: torch.device) -> str | None:
     """Say what torch.compile lacks here, or nothing."""
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "torch.compile needs Triton here"
+        return cannot_launch()
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         get_cpp_compiler()
     except Exception:
         return "torch.compile needs a C++ compiler; none is found (see CXX)"
+    return None
+
+
+def cannot_launch() -> str | None:
+    """Say what Triton lacks to compile a kernel and its launcher, or nothing.
+
+    The launcher is C against Python's headers, built when a kernel first runs.
+    """
+    from torch.utils._triton import has_triton
+
+    missing = [] if has_triton() else ["Triton"]
+    if os.name != "nt":  # where Triton brings a compiler and the headers
+        # Triton takes these and no other
+        named = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if not any(map(shutil.which, named)):
+            missing.append(f"a C compiler ({', '.join(named)}; see CC)")
+        scheme = sysconfig.get_default_scheme().replace("local", "prefix")
+        folder = sysconfig.get_path("include", scheme)
+        header = os.path.join(folder, "Python.h")
+        if not os.path.exists(header):
+            missing.append(f"Python's headers ({header})")
+    if missing:
+        return f"torch.compile needs {' and '.join(missing)}; not found"
     return None
 
 

@@ -24,10 +24,12 @@ Run       python -m ch10_gpt2.ladder [--smoke] [--save] [--only 10.4.5]
 """
 
 import dataclasses
-import hashlib
 import importlib
 import inspect
+import itertools
 import json
+import platform
+import statistics
 import time
 from pathlib import Path
 
@@ -69,6 +71,11 @@ def missing(step: Step, plan: Plan) -> str | None:
             reason = train.cannot_compile(device)
             if reason:
                 return reason
+        if need == "glibc":
+            if device.type != "cpu":
+                return "the device's caching allocator does this by itself"
+            if platform.libc_ver()[0] != "glibc":
+                return "needs glibc's malloc; this system has another"
         if need == "custom operator":
             from ch09_advanced import custom_op
 
@@ -118,6 +125,17 @@ def launch_seconds(device: torch.device) -> float:
     return timers.wall(lambda: tensor.add_(1), 1000, device)
 
 
+def fault_seconds() -> float:
+    """Measure what a fresh page of host memory costs at first touch."""
+    size = 1 << 26
+    kept = torch.empty(size, dtype=torch.uint8)
+    again = timers.wall(lambda: kept.fill_(1), 3)
+    fresh = timers.wall(
+        lambda: torch.empty(size, dtype=torch.uint8).fill_(1), 3
+    )
+    return max(0.0, fresh - again) / (size / 4096)
+
+
 def ceilings(plan: Plan) -> dict:
     """Return this machine's ceilings in the form that bounds need."""
     peaks = plan.ceilings
@@ -126,6 +144,7 @@ def ceilings(plan: Plan) -> dict:
         "host_to_device": peaks.get("host_to_device_bytes_per_s"),
         "flops": peaks["gemm_flops"],
         "launch_s": launch_seconds(plan.device),
+        "fault_s": fault_seconds(),
         "world": plan.world,
         "shared_cores": plan.device.type == "cpu",
     }
@@ -194,14 +213,6 @@ def empty_row(step: Step, **values) -> dict:
     } | values
 
 
-MEASURED_KINDS = ("allocated", "tracked", "driver", "rss")
-
-
-def main_kind(peak_bytes: dict) -> str | None:
-    """Return the kind of peak that decides: the allocator's, if it has one."""
-    return next((k for k in MEASURED_KINDS if k in peak_bytes), None)
-
-
 def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
     """Keep what agrees and helps; say why in one sentence."""
     if not row["agreement"]["holds"]:
@@ -213,23 +224,29 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
             f"{a['gradient_tolerance']:g}): this step does not compute the "
             "same thing"
         )
-    low, high = row["ratio_interval"]
-    ratio = f"{row['ratio_previous']:.2f}x [{low:.2f}, {high:.2f}]"
+    ratio = f"{row['ratio_previous']:.2f}x"
+    if row["ratio_interval"]:
+        low, high = row["ratio_interval"]
+        ratio += f" [{low:.2f}, {high:.2f}]"
+    else:  # not in turns: only a large difference says anything
+        low = high = row["ratio_previous"]
+        low, high = low / 1.1, high * 1.1
+        ratio += " (one after the other: memory does not hold both)"
+    if row["smoke"] and {"compiler", "ranks"} & set(step.needs):
+        return "reverted", (
+            f"{ratio}; a smoke run does not carry on what every later row "
+            "would compile or launch again"
+        )
     if step.track == "memory":
-        kind = main_kind(row["peak_bytes"])
+        kind, peak = log.main_peak(row) or (None, 0)
         old = before["peak_bytes"].get(kind)
-        if kind is None or not old:
+        if not old:
             return "reverted", "no peak could be measured on this device"
-        saved = 1 - row["peak_bytes"][kind] / old
+        saved = 1 - peak / old
         price = f"at {ratio} of the speed before"
         if saved > 0.01:
             return "kept", f"peak {-saved:+.0%} ({kind}) {price}"
         return "reverted", f"peak {-saved:+.1%} ({kind}) {price}"
-    if step.name == "compiled_graph" and row["smoke"]:
-        return "reverted", (
-            f"{ratio}; a smoke run does not carry it on, as every later row "
-            "would compile again"
-        )
     if step.hosts:  # loopback or a virtual cable: no host was added
         return "reverted", (
             f"{ratio} with one machine standing in for two hosts: it shows "
@@ -289,8 +306,21 @@ def attempt(
     previous: Step | None,
     seconds: float,
     then: list[str] | None = None,
+    alone: bool = False,
 ) -> dict:
-    """Measure ``step`` against the row before it; return its row."""
+    """Measure ``step`` against the row before it; return its row.
+
+    Args:
+        plan: what stays the same.
+        step: what is tried.
+        applied: the steps kept before.
+        before: the row of the last of them; None starts a track.
+        previous: that step.
+        seconds: for the measurement.
+        then: all steps of the new configuration, if not the obvious ones.
+        alone: the device does not hold both configurations at once; compare
+            with what was recorded in ``before``.
+    """
     track = step.track
     then = [*applied, step.name] if then is None else then
     config = plan.configure(track, then)
@@ -307,14 +337,16 @@ def attempt(
     elif before is not None:
         now = plan.configure(track, applied)
         row["predicted"] = predict_speed(plan, step, now, config, before)
-    if step.pilot and before is not None:
+    if not alone:
+        announce(row)
+    if step.pilot and before is not None and not alone:
         hopeless = pilot(plan, step, track, applied, then)
         if hopeless:
             row |= hopeless
             row["ratio_first"] = row["ratio_previous"] * before["ratio_first"]
             return row
     pairs = [(step, track, then)]
-    if before is not None:
+    if before is not None and not alone:
         pairs.insert(0, (previous, track, applied))
     workers = start(plan, pairs)
     try:
@@ -330,17 +362,24 @@ def attempt(
                 "ratio_first": 1.0,
             }
         else:
+            known = result["old"] or [
+                {"loss": loss, "grad_norm": norm}
+                for loss, norm in zip(
+                    before["losses"], before["gradient_norms"], strict=True
+                )
+            ]
             row["agreement"] = agreement(
                 step.agreement,
-                result["old"][: plan.updates],
+                known[: plan.updates],
                 result["new"][: plan.updates],
                 before["config"]["precision"],
             )
-            row["previous_repeats"] = [
-                u["loss"] for u in result["old"][: plan.updates]
-            ] == before["losses"]
+            if alone:
+                ratio = row["tokens_per_s"] / before["tokens_per_s"]
+                row["ratio_previous"] = ratio
+            else:
+                plan.release(workers.pop(0))
             row["ratio_first"] = row["ratio_previous"] * before["ratio_first"]
-            plan.release(workers.pop(0))
         row["peak_bytes"] = measure_memory(new, trace)
         if before is not None:
             row["verdict"], row["reason"] = judge(step, row, before)
@@ -362,23 +401,52 @@ def attempt(
 # --- climbing -----------------------------------------------------------
 
 
-def try_step(plan: Plan, step: Step, *rest, **more) -> dict:
-    """Attempt a step; what goes wrong becomes its verdict."""
+def try_step(
+    plan: Plan,
+    step: Step,
+    applied: list[str],
+    before: dict | None,
+    previous: Step | None,
+    seconds: float,
+    then: list[str] | None = None,
+) -> dict:
+    """Attempt a step; what goes wrong becomes its verdict.
+
+    Two configurations are alive at once; if memory ends, the new one gets
+    it all to itself before it is blamed.
+    """
     begun = time.monotonic()
     reason = missing(step, plan)
     if reason:
         return empty_row(step, reason=reason)
-    try:
-        row = attempt(plan, step, *rest, **more)
-    except WorkerError as error:
-        verdicts = {
-            "out-of-memory": ("reverted", f"out of memory: {error}"),
-            "refusal": ("not-applicable", str(error)),
-        }
-        verdict, reason = verdicts.get(error.kind, ("failed", str(error)))
-        row = empty_row(step, verdict=verdict, reason=reason)
+    row = None
+    for alone in (False, True) if before else (False,):
+        try:
+            row = attempt(
+                plan, step, applied, before, previous, seconds, then, alone
+            )
+            break
+        except WorkerError as error:
+            verdicts = {
+                "out-of-memory": ("reverted", f"out of memory: {error}"),
+                "refusal": ("not-applicable", str(error)),
+            }
+            verdict, reason = verdicts.get(error.kind, ("failed", str(error)))
+            row = empty_row(step, verdict=verdict, reason=reason)
+            if error.kind != "out-of-memory":
+                break
     row["wall_s"] = round(time.monotonic() - begun, 1)
+    plan.overheads.append(row["wall_s"] - seconds)
     return row
+
+
+def is_finished(row: dict) -> bool:
+    """Say whether a row need not be tried again.
+
+    What stands behind one that must be was measured without it, so a log
+    is continued from there.
+    """
+    return row["verdict"] != "failed" and not row.get("not_reached")
 
 
 class Book:
@@ -389,9 +457,9 @@ class Book:
         self.data = header | {"rows": []}
         old = None if fresh else self.read()
         if old and old.get("key") == header["key"]:
-            self.data["rows"] = [
-                r for r in old["rows"] if r["verdict"] != "failed"
-            ]
+            for track in plan.tracks():
+                rows = [r for r in old["rows"] if r["track"] == track]
+                self.data["rows"] += itertools.takewhile(is_finished, rows)
             plan.updates = old.get("updates")
         elif self.path.exists():
             aside = self.path.with_name(f"log-{int(time.time())}.json")
@@ -427,21 +495,33 @@ class Book:
         bench.write_atomic(self.path, text + "\n")
 
 
-def say(row: dict) -> None:
-    """Print a finished row as one line of the log."""
-    rate = row["tokens_per_s"]
-    tokens = f"{rate:>10,.0f} tok/s" if rate else " " * 16
+def announce(row: dict) -> None:
+    """Print what a step is and should bring, before it is measured."""
+    print(f"{row['section']:8}{row['title']} ({row['step']})")
     if row["predicted"]:
-        print(f"{'':8}predicted: {row['predicted']}")
-    print(f"{row['section']:8}{row['title']:<28}{tokens}  {row['verdict']}")
-    print(f"{'':8}{row['reason']}", flush=True)
+        print(f"{'':8}predicted: {row['predicted']}", flush=True)
+
+
+def say(row: dict) -> None:
+    """Print what came of a step."""
+    rate = row["tokens_per_s"]
+    tokens = f"{rate:,.0f} tok/s, " if rate else ""
+    if not row["tokens_per_s"]:
+        announce(row)
+    print(f"{'':8}{tokens}{row['verdict']}: {row['reason']}", flush=True)
 
 
 def row_seconds(plan: Plan, rows_left: int) -> float:
-    """Divide what is left of the budget, less what starting costs."""
+    """Divide what is left of the budget, less what rows cost besides."""
     left = plan.budget_s - (time.monotonic() - plan.begun)
-    overhead = 2 if plan.smoke else 9
-    return max(2.0, left / max(1, rows_left) - overhead)
+    besides = statistics.median(plan.overheads or [2.0 if plan.smoke else 9.0])
+    return max(2.0, left / max(1, rows_left) - besides)
+
+
+def is_late(plan: Plan) -> bool:
+    """Say whether the budget is used up, with some to spare."""
+    spent = time.monotonic() - plan.begun
+    return spent > 1.15 * plan.budget_s and not plan.smoke
 
 
 def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
@@ -456,6 +536,15 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
     before, holder = None, None
     for place, step in enumerate(steps):
         row = book.row(track, step.name, step.section)
+        if row is None and before and is_late(plan):
+            row = empty_row(
+                step,
+                reason=f"not reached in --budget {plan.budget_s:g} seconds: "
+                "the same command goes on here",
+                not_reached=True,
+            )
+            book.add(row)
+            say(row)
         if row is None:
             left = len(steps) - place + 1 + ahead
             row = try_step(
@@ -473,15 +562,19 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
         if until == step.section and place + 1 < len(steps):
             if steps[place + 1].section != until:
                 return
-    section, title, title_zh = SUMMARY[track]
+    section = SUMMARY[track][0]
+    if any(r.get("not_reached") for r in book.data["rows"]):
+        return
     if book.row(track, "summary", section) is None:
-        row = summary(plan, track, steps, applied, before, holder, book)
+        seconds = row_seconds(plan, 1 + ahead)
+        row = summary(plan, steps, applied, holder, book, seconds)
         book.add(row)
         say(row)
 
 
-def summary(plan, track, steps, applied, before, holder, book) -> dict:
+def summary(plan, steps, applied, holder, book, seconds: float) -> dict:
     """Race the first against the last configuration, in turns."""
+    track = holder.track
     section, title, title_zh = SUMMARY[track]
     first = book.row(track, steps[0].name, steps[0].section)
     kept = [s for s in steps if s.name in applied]
@@ -505,7 +598,7 @@ def summary(plan, track, steps, applied, before, holder, book) -> dict:
             applied[:1],
             first,
             steps[0],
-            row_seconds(plan, 1),
+            seconds,
             then=applied,
         )
         row["ratio_first"] = row["ratio_previous"]
@@ -544,15 +637,25 @@ def flags(parser) -> None:
 
 
 def size(device: torch.device, smoke: bool) -> tuple[str, int, float]:
-    """Choose preset, sequences per update and budget for a device."""
+    """Choose preset, sequences per update and budget for a device.
+
+    Two configurations are alive at once. Each needs its state and, for the
+    memory baseline, all activations of an update with their gradients.
+    """
     if smoke:
         return "gpt2-tiny", 4, 20.0
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        # two configurations are alive at once; plain attention at T = 1024
-        # keeps about 3 GiB per sequence, and the logits 0.6
-        return "gpt2", 16 if memory > 120e9 else 4, 600.0
-    return "gpt2-small-cpu", 4, 400.0
+    if device.type == "cpu":
+        return "gpt2-small-cpu", 4, 390.0
+    if device.type != "cuda":
+        return "gpt2-small-cpu", 4, 600.0
+    memory = torch.cuda.get_device_properties(device).total_memory
+    config = gpt.preset("gpt2")
+    state = gpt.state_bytes(config)["total"] * 1.25  # foreach's temporaries
+    sequence = gpt.activation_bytes(config, 1, 1024)["total"] * 1.5
+    for sequences in (8, 4, 2):
+        if 2 * (state + sequences * sequence) < 0.85 * memory:
+            return "gpt2", sequences, 600.0
+    return "gpt2-small-cpu", 8, 600.0
 
 
 def make_plan(args) -> Plan:
@@ -562,17 +665,23 @@ def make_plan(args) -> Plan:
     preset = args.preset or preset
     name = f"{device.type}-{preset}" + ("-smoke" if args.smoke else "")
     world = torch.cuda.device_count() if device.type == "cuda" else 2
+    world = max(2, world)
+    sequences += -sequences % world  # each rank has its share
+    if args.sequences is not None:
+        if args.sequences < 1:
+            raise bench.Refusal("--sequences must be at least 1")
+        sequences = args.sequences
     base = {
         "preset": preset,
         "data": args.data,
         "device": str(device),
-        "sequences": args.sequences or sequences,
+        "sequences": sequences,
         "steps": 200,
         "warmup": 2,
         "lr": 1e-3,
     }
-    if args.smoke and args.preset is None:
-        base["T"] = 32
+    if args.preset is None and preset != "gpt2":
+        base["T"] = 32 if args.smoke else 128
     try:
         module = importlib.import_module(args.steps)
         module.MEMORY, module.SPEED  # noqa: B018
@@ -586,12 +695,14 @@ def make_plan(args) -> Plan:
         steps=args.steps,
         smoke=args.smoke,
         threads=torch.get_num_threads(),
-        world=max(2, world),
+        world=world,
         netns=args.netns,
-        budget_s=args.budget or budget,
+        budget_s=budget if args.budget is None else args.budget,
         out=args.out or Path("runs") / f"ladder-{name}",
         ceilings=machine.peaks(device),
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what measuring them took
     for track, steps in plan.tracks().items():
         plan.configure(track, [steps[0].name])  # refuses what cannot be
     if args.only:
@@ -606,6 +717,20 @@ def make_plan(args) -> Plan:
     return plan
 
 
+def tracks_until(plan: Plan, track: str | None, until: str | None) -> list:
+    """Return the tracks to climb: up to the one that holds ``until``."""
+    chosen = [track] if track else ["memory", "speed"]
+    if until is None:
+        return chosen
+    for place, name in enumerate(chosen):
+        if until in [s.section for s in plan.tracks()[name]]:
+            return chosen[: place + 1]
+    raise bench.Refusal(
+        f"--until {until}: no such section in {' or '.join(chosen)}; "
+        "--diff list shows them"
+    )
+
+
 def recorded_predictions() -> dict:
     """Return the predictions for the book's own case, if they are there."""
     try:
@@ -615,19 +740,36 @@ def recorded_predictions() -> dict:
         return {}
 
 
+def sources() -> list[Path]:
+    """Return the files that decide what a row measures."""
+    own = ("race", "steps", "worker", "train", "checkpoints", "config")
+    lent = ("gpt", "judging", "ranks", "seeding", "text")
+    found = [bench.ROOT / "ch10_gpt2" / f"{n}.py" for n in (*own, "windows")]
+    found += [bench.ROOT / "common" / f"{name}.py" for name in lent]
+    operator = bench.ROOT / "ch09_advanced" / "custom_op"
+    found += [operator / "__init__.py", operator / "cross_entropy.cpp"]
+    return [*found, Path(training_memory.__file__)]
+
+
+def digest(path: str | Path) -> str:
+    """Return the first digits of a file's SHA-256."""
+    return bench.script_hash(path)[:16]
+
+
 def key(plan: Plan) -> dict:
     """Return what must be equal for a log to be continued."""
-    source = inspect.getsource(importlib.import_module(plan.steps))
-    trainer = "".join(
-        path.read_text("utf-8")
-        for path in sorted(Path(__file__).parent.glob("*.py"))
-        if path.stem not in ("log", "predictions", "ladder")
-    )
     return {
         "base": plan.base,
         "steps": plan.steps,
-        "source": hashlib.sha256(source.encode()).hexdigest()[:16],
-        "trainer": hashlib.sha256(trainer.encode()).hexdigest()[:16],
+        "sources": {
+            **{
+                p.relative_to(bench.ROOT).as_posix(): digest(p)
+                for p in sources()
+                if p.exists()
+            },
+            plan.steps: digest(importlib.import_module(plan.steps).__file__),
+        },
+        "torch": torch.__version__,
         "threads": plan.threads,
         "world": plan.world,
         "netns": plan.netns,
@@ -715,8 +857,8 @@ def main(argv=None) -> list[dict]:
         show_difference(args)
         return []
     if args.predict:
-        predictions.main(["--save"] if args.save else [])
-        return []
+        words = ["--smoke"] * args.smoke + ["--save"] * args.save
+        return predictions.main(words)
     if args.only in CARDS:
         config = gpt.preset(args.preset or size(args.device, args.smoke)[0])
         card = {"10.1": log.model_card, "10.2": log.machine_card}[args.only]
@@ -746,10 +888,11 @@ def main(argv=None) -> list[dict]:
         if args.only:
             one_section(plan, args.only, book)
         else:
-            chosen = [args.track] if args.track else ["memory", "speed"]
+            chosen = tracks_until(plan, args.track, args.until)
             for i, track in enumerate(chosen):
                 ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
-                climb(plan, track, book, args.until, sum(ahead))
+                last = args.until if track == chosen[-1] else None
+                climb(plan, track, book, last, sum(ahead))
     except KeyboardInterrupt:
         done = len(book.data["rows"])
         print(f"stopped; {done} rows are kept: the same command goes on")

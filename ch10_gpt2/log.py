@@ -18,6 +18,7 @@ CATEGORIES = {  # one colour each in every memory picture
     "optimizer": "#55a868",
     "activations": "#c44e52",
     "temporary": "#8172b3",
+    "gathered": "#64b5cd",
     "other": "#937860",
 }
 VERDICT_COLOURS = {
@@ -27,10 +28,12 @@ VERDICT_COLOURS = {
 }
 KINDS = {  # of an operator or kernel, by what its name contains
     "loss": ("nll", "cross_entropy", "log_softmax", "logsoftmax"),
-    "optimizer": ("adam", "foreach", "optimizer"),
-    "communication": ("nccl", "gloo", "all_reduce", "allgather", "reduce_"),
+    "optimizer": ("adam", "foreach", "optimizer", "multi_tensor"),
+    "communication": ("nccl", "gloo", "all_reduce", "allreduce", "allgather")
+    + ("all_gather", "reduce_scatter"),
+    "other": ("triton_poi", "triton_per", "triton_red", "triton_fused"),
     "attention": ("attention", "flash", "softmax", "fmha"),
-    "matrix product": ("mm", "gemm", "linear", "cublas", "cutlass"),
+    "matrix product": ("mm", "gemm", "linear", "cublas", "cutlass", "nvjet"),
     "copy": ("memcpy", "copy_", "to_copy"),
 }
 KIND_COLOURS = {
@@ -418,60 +421,87 @@ def _details(row: dict, picture: str | None) -> str:
     return "\n".join(lines)
 
 
+SHORT = {"activations": "activ.", "temporary": "temp."}
+
+
 def _predictions(found: dict, folder: Path) -> list[str]:
+    """Tell what the memory steps are worth on the book's own model."""
     if not found or not found.get("cases"):
         return ["No predictions are recorded; `--predict --save` makes them."]
-    lines = []
-    for name in dict.fromkeys(c["case"] for c in found["cases"]):
-        cases = [c for c in found["cases"] if c["case"] == name]
-        rows = [
-            [
-                c["section"],
-                c["step"],
-                c["ranks"],
-                f"{c['peak_bytes'] / MIB:,.1f}",
-                *(
-                    f"{c['bytes'].get(k, 0) / MIB:,.0f}"
-                    for k in list(CATEGORIES)[:4]
-                ),
-            ]
-            for c in cases
-        ]
-        headings = ["§", "step", "ranks", "peak MiB"]
-        lines += [
-            f"**{name}**",
-            "",
-            _markdown(headings + list(CATEGORIES)[:4], rows),
-            "",
-        ]
-    bars = [
-        (
-            f"{c['section']} {c['step']}"
-            + (f" ×{c['ranks']}" if c["ranks"] > 1 else ""),
-            c["bytes"],
-        )
-        for c in found["cases"]
-        if c["case"] == found["cases"][0]["case"]
+    cases = found["cases"]
+    shape = gpt.preset(cases[0]["case"])
+    sequences = cases[0]["micro_batch"] * cases[0]["accumulate"]
+    lines = [
+        f"`{cases[0]['case']}`: {shape.n_layer} layers, C = {shape.n_embd}, "
+        f"vocabulary {shape.vocab_size}, T = {shape.block_size}, "
+        f"{sequences} sequences per update, "
+        f"{'tied' if shape.tied else 'untied'} head. Nothing here was "
+        "measured: tensors without memory went through two updates and a "
+        "tracker counted them (`ch07_memory/training_memory.py`, torch "
+        f"{found['torch']}). MiB per rank at the peak.",
+        "",
     ]
+    parts = [k for k in CATEGORIES if any(c["bytes"].get(k) for c in cases)]
+    rows = [
+        [
+            c["section"],
+            c["step"] + (f" ×{c['ranks']}" if c["ranks"] > 1 else ""),
+            f"{c['peak_bytes'] / MIB:,.0f}",
+            *(f"{c['bytes'].get(k, 0) / MIB:,.0f}" for k in parts),
+        ]
+        for c in cases
+    ]
+    headings = ["§", "step", "peak", *(SHORT.get(k, k) for k in parts)]
+    lines += [_markdown(headings, rows), ""]
+    if found.get("book"):
+        book = found["book"]
+        lines += [
+            f"At rest {book['rest_mib_predicted']:,} MiB are predicted; the "
+            f"book's recorded run rests at {book['rest_mib_recorded']:,}.",
+            "",
+        ]
     picture = draw_memory(
-        bars,
-        f"Predicted: {found['cases'][0]['case']}",
+        [
+            (f"{row[0]} {row[1]}", c["bytes"])
+            for row, c in zip(rows, cases, strict=True)
+        ],
+        f"Predicted, not measured: {cases[0]['case']}",
         folder / "memory-predicted.png",
     )
     if picture:
         lines += [f"![predicted memory by category]({picture})", ""]
-    if found.get("largest_batch"):
-        rows = [list(r.values()) for r in found["largest_batch"]]
-        headings = [k.replace("_", " ") for k in found["largest_batch"][0]]
-        lines += [
-            "Largest micro-batch that fits (GPT-2 124M, T = 1024):",
-            "",
-            _markdown(headings, rows),
-            "",
-        ]
-    if found.get("margin"):
-        lines += [f"Margin: {found['margin']}", ""]
+    lines += _largest(found.get("largest_batch") or [], found.get("margin"))
     return lines
+
+
+def _largest(found: list[dict], margin: str | None) -> list[str]:
+    if not found:
+        return []
+    columns = list(
+        dict.fromkeys((r["attention"], r["capacity_bytes"]) for r in found)
+    )
+    lines: dict[tuple, dict] = {}
+    for r in found:
+        name = f"{r['step']}" + (f" ×{r['ranks']}" if r["ranks"] > 1 else "")
+        line = lines.setdefault((r["section"], name), {})
+        line[r["attention"], r["capacity_bytes"]] = r["batch"]
+    headings = [f"{a}, {c / 1e9:.0f} GB" for a, c in columns]
+    return [
+        f"The largest micro-batch of `{found[0]['case']}` at T = "
+        f"{found[0]['T']} that a card holds, by attention and card, "
+        "predicted too:",
+        "",
+        _markdown(
+            ["§", "step", *headings],
+            [
+                [*name, *(line.get(column, "—") for column in columns)]
+                for name, line in lines.items()
+            ],
+        ),
+        "",
+        f"Left free: {margin}.",
+        "",
+    ]
 
 
 def render(data: dict, folder: Path) -> Path:
@@ -582,26 +612,19 @@ def render(data: dict, folder: Path) -> Path:
 
 
 def save(args, data: dict, out: Path) -> None:
-    """Keep the log as a record and generate ch10_gpt2/LOG.md from it."""
+    """Keep the log as a record, with LOG.md and its pictures beside it."""
     extra = {k: v for k, v in data.items() if k not in ("rows", "machine")}
     extra.pop("predictions", None)  # a record of their own
     path = bench.record(args, data["rows"], extra)
-    if path and path.parent.parent.name == "ch10_gpt2":
-        publish(data, path.parent.parent, out)
-
-
-def publish(data: dict, chapter: Path, out: Path) -> Path:
-    """Render the log into the chapter's folder, pictures in ``log/``."""
-    folder = chapter / "log"
+    folder = path.with_suffix("")
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):
         old.unlink()
-    traces = {r["trace"]: out / r["trace"] for r in data["rows"] if r["trace"]}
     rows = [
-        r | {"trace": str(traces[r["trace"]].resolve())} if r["trace"] else r
+        r | {"trace": r["trace"] and str((out / r["trace"]).resolve())}
         for r in data["rows"]
     ]
-    return render(data | {"rows": rows}, folder)
+    print(f"and as text in {render(data | {'rows': rows}, folder)}")
 
 
 def main(argv=None) -> None:

@@ -1,8 +1,8 @@
 """The optimisation steps of chapter 10, one change each, in two tracks.
 
 A step takes the configuration of the step before it and changes **one**
-thing. Its docstring says why that should help; ``bound`` says by how much at
-most, from bytes, FLOPs and this machine's measured ceilings, before anything
+thing. Its docstring says why that should help; ``bound`` estimates by how
+much, from bytes, FLOPs and this machine's measured ceilings, before anything
 is run. ``agreement`` says how far the losses may move:
 
 * ``exact``: the same numbers in the same order, bit for bit;
@@ -28,11 +28,11 @@ class Step:
     """One row of the log.
 
     ``needs`` names what the machine must have (``accelerator``, ``compiler``,
-    ``custom operator``, ``ranks``); ``shows`` the functions that the change
-    turns on, in the trainer or as ``module:name``; ``pilot`` asks for a trial
-    of one sequence before a full run, because the change may be far slower on
-    this machine; ``hosts`` starts the ranks under two agents; ``bound`` gives
-    (seconds saved per update, in words).
+    ``custom operator``, ``glibc``, ``ranks``); ``shows`` the functions that
+    the change turns on, in the trainer or as ``module:name``; ``pilot`` asks
+    for a trial of one sequence before a full run, because the change may be
+    far slower on this machine; ``hosts`` starts the ranks under two agents;
+    ``bound`` estimates (seconds saved per update, in words).
     """
 
     track: str
@@ -66,17 +66,17 @@ def step(track: list, section: str, title: str, title_zh: str, **facts):
     """Append the decorated change to ``track``; return it unchanged."""
 
     def add(change):
-        name = "memory" if track is MEMORY else "speed"
+        name = "memory" if section.startswith("10.3") else "speed"
         track.append(Step(name, section, title, title_zh, change, **facts))
         return change
 
     return add
 
 
-# What a step can save at most. ``now`` and ``then`` are the configurations
-# before and after, ``at`` the machine: bytes_per_s, flops (by dtype),
-# host_to_device, launch_s of an operator; operators of a forward and backward;
-# seconds and data_s of an update before the change.
+# What a step should save, estimated. ``now`` and ``then`` are the
+# configurations before and after, ``at`` the machine: bytes_per_s, flops (by
+# dtype), host_to_device, launch_s of an operator, fault_s of a fresh page;
+# operators of a forward and backward; seconds and data_s of an update before.
 
 
 def _shape(config: Config):
@@ -121,6 +121,18 @@ def no_score_matrix(now, then, at):
     moved = 14 * scores  # forward: scores, scale, mask, softmax; back again
     return moved / at["bytes_per_s"], (
         f"14 passes over {scores / 1e6:.0f} MB of scores"
+    )
+
+
+def no_page_faults(now, then, at):
+    """Count the pages of the large tensors that are born in an update."""
+    model, tokens, N = _shape(now)
+    logits = 4 * tokens * model.vocab_size
+    born = 3 * logits + 2 * 4 * N  # log-softmax and gradient too; gradients
+    pages = born / 4096
+    return pages * at["fault_s"], (
+        f"{pages / 1e3:,.0f} thousand page faults of "
+        f"{at['fault_s'] * 1e6:.2f} µs per update"
     )
 
 
@@ -342,6 +354,22 @@ def fused_attention(config):
     """Never write the (T, T) scores to memory: one kernel walks over tiles
     of them with a running softmax, forward and backward."""
     return replace(config, attention="fused")
+
+
+@step(
+    SPEED,
+    "6.4.1",
+    "Keep freed memory",
+    "避免張量的建立銷耗",
+    needs=("glibc",),
+    shows=("keep_freed_memory",),
+    bound=no_page_faults,
+)
+def keep_freed_memory(config):
+    """On a CPU a large tensor's memory goes back to the system when it dies,
+    and the next one's pages are faulted in and zeroed again. Keeping it
+    costs resident memory; CUDA's caching allocator does so by itself."""
+    return replace(config, allocator="keep")
 
 
 @step(

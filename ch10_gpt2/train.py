@@ -15,14 +15,12 @@ MFU       tokens/s x FLOPs per token / (ranks x peak), with FLOPs per token
 """
 
 import contextlib
+import ctypes
 import functools
-import importlib
 import itertools
 import math
-import os
 import time
 import types
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ch10_gpt2.checkpoints import load_checkpoint, save_checkpoint
 from ch10_gpt2.config import (  # noqa: F401  (one name for the ladder)
     Config,
     as_dict,
@@ -98,6 +97,22 @@ def make_model(config: Config) -> gpt.GPT:
     )
 
 
+def keep_freed_memory() -> bool:
+    """Keep what tensors free instead of giving it back to the system.
+
+    By default glibc maps large tensors one by one and unmaps them when they
+    die; the next one's pages are then faulted in and zeroed again, 4 KiB at
+    a time. For the whole process; resident memory grows by the largest
+    tensors. False where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # M_MMAP_MAX = 0: no maps; M_TRIM_THRESHOLD at its largest: no giving back
+    return bool(mallopt(-4, 0) and mallopt(-1, 2**31 - 1))
+
+
 def shard(model: gpt.GPT, device: torch.device) -> gpt.GPT:
     """Keep 1/W of every tensor on each rank and gather a block at a time.
 
@@ -134,13 +149,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         ],
         lr=config.lr,
         betas=(0.9, 0.95),
-        **implementation(config),
+        foreach=config.optimizer == "foreach",
+        fused=config.optimizer == "fused",
     )
-
-
-def implementation(config: Config) -> dict[str, bool]:
-    """Say how AdamW walks over its tensors."""
-    return {how: config.optimizer == how for how in ("foreach", "fused")}
 
 
 def learning_rate(config: Config, update: int) -> float:
@@ -172,6 +183,8 @@ def start(config: Config) -> types.SimpleNamespace:
     bench.device_of(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if config.allocator == "keep" and not keep_freed_memory():
+        raise Refusal("--allocator keep: needs glibc's malloc; leave it out")
     rank = ranks.init(config.device)
     check(config, rank.world)
     device = rank.device
@@ -275,6 +288,8 @@ def update(run) -> dict:
         (until the loss is known here), data_s (of these, waiting for data).
     """
     began, config = clock(), run.config
+    # a GPU has nothing left to do here, so that reading does not wait
+    scale = run.scaler.get_scale() if run.scaler.is_enabled() else 0.0
     lr = learning_rate(config, run.updates)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
@@ -291,14 +306,13 @@ def update(run) -> dict:
     )
     if hasattr(norm, "full_tensor"):  # FSDP: each rank has its shards' part
         norm = norm.full_tensor()
-    scale = run.scaler.get_scale()
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    skipped = run.scaler.get_scale() < scale
-    run.updates += not skipped
     if run.rank.world > 1:
         dist.all_reduce(loss)
     loss, norm = torch.stack([loss / run.rank.world, norm]).tolist()
+    skipped = run.scaler.is_enabled() and run.scaler.get_scale() < scale
+    run.updates += not skipped
     return {
         "update": run.updates,
         "loss": loss,
@@ -351,115 +365,6 @@ def evaluate(run) -> float:
 def finish(run) -> None:
     """Stop the loader's workers and drop the model; ranks stay connected."""
     run.__dict__.clear()
-
-
-# --- checkpoints ------------------------------------------------------------
-
-# these may differ when training goes on: other ways to the same numbers, or
-# where things are
-FREE = {
-    *("data", "device", "micro_batch", "attention", "loss", "recompute"),
-    *("optimizer", "tokens", "workers", "transfer", "compile"),
-    *("parallel", "threads", "steps", "evaluate_every", "evaluate_batches"),
-    *("save_every", "out", "resume"),
-}
-
-
-def checkpoint_library():
-    """Import late what costs a second and only checkpoints need."""
-    return importlib.import_module("torch.distributed.checkpoint.state_dict")
-
-
-def save_checkpoint(run) -> None:
-    """Write all that the next update depends on, whole or not at all.
-
-    The tensors are gathered on rank 0 under the plain model's names, so any
-    number of ranks can load them, whatever they wrap around the model.
-
-    Raises:
-        Refusal: the folder cannot be written, or the disk is full.
-    """
-    dcp = checkpoint_library()
-    model, optimizer = dcp.get_state_dict(
-        run.model,
-        run.optimizer,
-        options=dcp.StateDictOptions(full_state_dict=True, cpu_offload=True),
-    )
-    random = [seeding.rng_state()]
-    if run.rank.world > 1:
-        random = [None] * run.rank.world
-        dist.all_gather_object(random, seeding.rng_state())
-    if run.rank.rank:
-        return
-    path = Path(run.config.out) / "checkpoint.pt"
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        with open(beside, "wb") as file:
-            torch.save(
-                {
-                    "config": as_dict(run.config),
-                    "windows": len(run.windows),
-                    "updates": run.updates,
-                    "position": run.position,
-                    "model": model,
-                    "optimizer": optimizer,
-                    "scaler": run.scaler.state_dict(),
-                    "random": random,
-                },
-                file,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except (OSError, RuntimeError) as error:  # torch's writer: RuntimeError
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise Refusal(
-            f"cannot write {path}: {str(error).splitlines()[0]}; the last "
-            "whole checkpoint, if there is one, is kept"
-        ) from error
-
-
-def load_checkpoint(run) -> None:
-    """Put everything back, whatever the number of ranks was.
-
-    Raises:
-        Refusal: no checkpoint, a damaged one, or one of another training.
-    """
-    path = Path(run.config.out) / "checkpoint.pt"
-    if not path.exists():
-        raise Refusal(f"--resume: there is no {path}; leave --resume away")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        before = saved["config"]
-    except Exception as error:  # zip, pickle, key: all mean the same
-        raise Refusal(
-            f"{path} is damaged or no checkpoint of this program: "
-            f"{type(error).__name__}"
-        ) from error
-    now = as_dict(run.config) | {"windows": len(run.windows)}
-    before["windows"] = saved["windows"]
-    other = [
-        f"{name} {before.get(name)} (now {now[name]})"
-        for name in now
-        if name not in FREE and before.get(name) != now[name]
-    ]
-    if other:
-        raise Refusal(f"{path} is of another training: {', '.join(other)}")
-    dcp = checkpoint_library()
-    dcp.set_state_dict(
-        run.model,
-        run.optimizer,
-        model_state_dict=saved["model"],
-        optim_state_dict=saved["optimizer"],
-        options=dcp.StateDictOptions(full_state_dict=True),
-    )
-    for group in run.optimizer.param_groups:  # the file's would win
-        group.update(implementation(run.config))
-    run.scaler.load_state_dict(saved["scaler"])
-    run.updates, run.position = saved["updates"], saved["position"]
-    if run.rank.rank < len(saved["random"]):  # more ranks: seeded by start
-        seeding.restore_rng(saved["random"][run.rank.rank])
 
 
 # --- the command line -------------------------------------------------------

@@ -35,11 +35,12 @@ class TokenisedOnTheFly(Dataset):
         begin, end = i * self.T, (i + 1) * self.T + 1
         first = int(np.searchsorted(self.starts, begin, "right")) - 1
         last = int(np.searchsorted(self.starts, end, "left"))
-        ids = []
-        for document in self.documents[first:last]:
-            ids += [*text.encoding().encode_ordinary(document), text.EOT]
+        ids = np.concatenate(
+            [text.document_ids(d) for d in self.documents[first:last]]
+        )
         begin -= int(self.starts[first])
-        window = torch.tensor(ids[begin : begin + self.T + 1])
+        ids = ids[begin : begin + self.T + 1]
+        window = torch.from_numpy(ids.astype(np.int64))
         return window[:-1], window[1:]  # ids and targets, (T,) each
 
 
@@ -74,10 +75,17 @@ def open_data(config: Config, rank: ranks.Rank) -> Dataset:
     if config.tokens == "once":
         return TokenisedOnce(file, config.context())
     starts = np.array(file.document_starts)
-    documents = itertools.islice(text.documents(config.data), len(starts))
-    return TokenisedOnTheFly(
-        list(documents), starts, len(file), config.context()
+    documents = list(
+        itertools.islice(text.documents(config.data), len(starts))
     )
+    # a token file cut in mid-word gives back a word of other tokens
+    end = file.tokens[starts[-1] :]
+    if not np.array_equal(text.document_ids(documents[-1])[: len(end)], end):
+        raise Refusal(
+            f"{config.data} ends in the middle of a text, whose ids do not "
+            "come back from its characters: use --tokens once"
+        )
+    return TokenisedOnTheFly(documents, starts, len(file), config.context())
 
 
 @functools.lru_cache(maxsize=2)

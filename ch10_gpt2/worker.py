@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -25,13 +24,6 @@ import torch
 from ch07_memory import training_memory
 from ch10_gpt2 import train
 from common import bench, ranks, timers
-
-
-def write_json(path: Path, value) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(value))
-    os.replace(beside, path)
 
 
 def configure(order: dict) -> train.Config:
@@ -49,13 +41,26 @@ def configure(order: dict) -> train.Config:
     return train.fit_to_ranks(config, order["world"], order["threads"])
 
 
-def updates(run, count: int) -> dict:
-    """Run ``count`` optimizer updates and return what each reported."""
-    return {"updates": [train.update(run) for _ in range(count)]}
+def updates(run, count: int, untimed: int = 0) -> dict:
+    """Run ``untimed + count`` updates and return what each reported.
+
+    Loader workers fill their queue while the other configuration has its
+    turn; the updates that only empty it again say nothing about the speed.
+    """
+    reports = [train.update(run) for _ in range(untimed + count)]
+    return {"updates": reports, "untimed": untimed}
 
 
 def peak_rss() -> int | None:
-    """Return this process's largest resident set so far, in bytes."""
+    """Return this process's largest resident set so far, in bytes.
+
+    Linux's ``ru_maxrss`` would do, but it begins with the parent's: exec
+    does not reset it.
+    """
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024
     with contextlib.suppress(ImportError):
         import resource
 
@@ -134,9 +139,10 @@ def pilot(config: train.Config) -> dict:
 def failure(error: BaseException) -> dict:
     """Say what went wrong in one sentence, and of which kind it is."""
     text = str(error).strip().splitlines() or [type(error).__name__]
+    signs = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
     out_of_memory = isinstance(
         error, torch.OutOfMemoryError | MemoryError
-    ) or "can't allocate memory" in str(error)
+    ) or any(sign in str(error) for sign in signs)
     kind = "error"
     if out_of_memory:
         kind = "out-of-memory"
@@ -144,8 +150,9 @@ def failure(error: BaseException) -> dict:
         kind = "refusal"
     return {
         "error": kind,
-        "text": f"{text[0]}"[:300],
-        "traceback": traceback.format_exc(),
+        "text": f"{type(error).__name__}: {text[0]}"[:300]
+        if kind == "error"
+        else text[0][:300],
     }
 
 
@@ -155,11 +162,8 @@ def serve(folder: Path) -> None:
     run, number = None, 0
     while True:
         path = folder / f"command-{number}.json"
-        parent = os.getppid()
         while not path.exists():
             time.sleep(0.004)
-            if os.getppid() != parent or not folder.exists():
-                return  # the ladder is gone
         order = json.loads(path.read_text())
         reply = folder / f"reply-{number}-{rank}.json"
         number += 1
@@ -167,31 +171,33 @@ def serve(folder: Path) -> None:
             if order["do"] == "stop":
                 if run is not None:
                     train.finish(run)
-                write_json(reply, {})
+                bench.write_atomic(reply, "{}")
                 return
             if order["do"] == "start":
                 if run is not None:
                     train.finish(run)
                     run = None
                     gc.collect()
-                torch._dynamo.reset()
+                if "torch._dynamo" in sys.modules:
+                    torch._dynamo.reset()  # what another model compiled
                 run = train.start(configure(order))
                 answer = {"config": train.as_dict(run.config)}
             elif order["do"] == "pilot":
                 answer = pilot(configure(order))
             elif order["do"] == "updates":
-                answer = updates(run, order["count"])
+                answer = updates(run, order["count"], order.get("untimed", 0))
             elif order["do"] == "memory":
                 trace = order["trace"] if rank == 0 else None
                 answer = memory(run, trace)
-            write_json(reply, answer)
+            bench.write_atomic(reply, json.dumps(answer))
         except BaseException as error:
-            write_json(reply, failure(error))
+            bench.write_atomic(reply, json.dumps(failure(error)))
             return
 
 
 def main(argv=None) -> None:
     """Serve the folder given on the command line."""
+    ranks.end_with_launcher()  # or it would wait for ever for a dead ladder
     serve(Path((sys.argv[1:] if argv is None else argv)[0]))
     ranks.finish()
 

@@ -6,7 +6,6 @@ everything around it is written by hand and stays.
 
 import argparse
 import ast
-import hashlib
 import re
 from pathlib import Path
 
@@ -53,11 +52,11 @@ def steps_of(entry: dict, number: str | None = None) -> list[dict]:
 def age(entry: dict, script: str) -> str:
     """Return what to say of a record's age: nothing, or that it is old."""
     today = bench.is_current(entry, script)
-    if today and "key" in entry:  # a log is made by its steps as well
-        steps = toc.file_of(entry["key"]["steps"])
-        source = steps.read_text(encoding="utf-8") if steps else ""
-        digest = hashlib.sha256(source.encode()).hexdigest()
-        today = digest.startswith(entry["key"]["source"])
+    sources = entry.get("key", {}).get("sources", {})
+    for name, digest in sources.items():  # a log is made by many files
+        path = bench.ROOT / name if "/" in name else toc.file_of(name)
+        today = today and bool(path) and path.exists()
+        today = today and bench.script_hash(path).startswith(digest)
     return "" if today else " (of an older version)"
 
 

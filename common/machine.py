@@ -7,6 +7,7 @@ percentage refers to, ``published_peak`` knows the ones vendors print, and
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -16,6 +17,8 @@ import math
 import os
 import platform
 import re
+import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -31,7 +34,7 @@ except ImportError:  # memory and clock are then unknown on some systems
     psutil = None
 
 ROOT = Path(__file__).resolve().parent.parent
-METHOD = 1  # raise it when a change makes stored peaks incomparable
+METHOD = 2  # raise it when a change makes stored peaks incomparable
 GIB = 2**30
 CGROUP = "/sys/fs/cgroup"
 PACKAGES = ("common", "chapters", "benchmarks", "ch[0-9][0-9]_*")
@@ -249,15 +252,52 @@ def cache_dir() -> Path:
         "LOCALAPPDATA" if system == "Windows" else "XDG_CACHE_HOME"
     )
     inside = "Library/Caches" if system == "Darwin" else ".cache"
-    try:
-        base = Path(named) if named else Path.home() / inside
-    except RuntimeError:  # nobody's home
-        base = Path(tempfile.gettempdir())
-    default = base / "native-pytorch-performance"
-    folder = Path(env.get("BENCH_CACHE") or default)
+    if env.get("BENCH_CACHE"):
+        folder = Path(env["BENCH_CACHE"])
+    else:
+        try:
+            base = Path(named) if named else Path.home() / inside
+        except RuntimeError:  # nobody's home
+            return _homeless_cache(tempfile.gettempdir())
+        folder = base / "native-pytorch-performance"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@functools.cache
+def _homeless_cache(shared: str) -> Path:
+    """Return this user's folder inside a folder that others write to.
+
+    Its name can be guessed, so somebody may have made it before us: then a
+    folder that lives as long as the process takes its place.
+    """
+    user = getattr(os, "getuid", lambda: "user")()
+    folder = Path(shared) / f"native-pytorch-performance-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):
+        if not only_ours(folder):
+            folder = Path(tempfile.mkdtemp(dir=shared))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def only_ours(path: Path) -> bool:
+    """Tell whether nobody else can have written a file, or into a folder.
+
+    What runs as code is loaded from such places alone.  Owner and mode are
+    asked on POSIX only: elsewhere a user's folders are the user's by default.
+    """
+    if os.name != "posix":
+        return True
+    try:
+        found = path.lstat()  # a link is no place of ours, wherever it leads
+    except OSError:
+        return False
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    link = stat.S_ISLNK(found.st_mode)
+    return found.st_uid == os.geteuid() and not others and not link
 
 
 def source() -> dict:
@@ -296,6 +336,16 @@ def _is_source(path: Path) -> bool:
 
 # --- ceilings ---------------------------------------------------------------
 
+QUIET = 0.3  # share of the CPU in use up to which ceilings are believed
+_again: set[Path] = set()  # measured a second time by this process
+
+
+def _busy() -> float | None:
+    """Return the share of the CPU in use, waiting 0.1 s; None unknown."""
+    if psutil is None:
+        return None
+    return round(psutil.cpu_percent(0.1) / 100, 2)
+
 
 def _stored(path: Path, key: dict) -> dict:
     """Return a file's figures; empty if it is cut short or of another kind."""
@@ -305,6 +355,7 @@ def _stored(path: Path, key: dict) -> dict:
         rates += found["gemm_flops"].values()
         rates += (found.get("all_reduce") or {}).values()
         good = all(r is None or 0 < float(r) < math.inf for r in rates)
+        good = good and 0 <= float(found.get("busy") or 0) <= 1
         good = good and {k: found[k] for k in key} == key
         return found if good and int(found["threads"]) > 0 else {}
     except (AttributeError, KeyError, OSError, RecursionError, TypeError):
@@ -334,8 +385,9 @@ def peaks(
     """Return what this machine reaches at best; measure what is missing.
 
     Some 3 seconds the first time; afterwards ``peaks-<id>.json`` in the cache
-    folder is read.  A ceiling found beside a busy neighbour is too low: that
-    is what ``refresh`` is for.
+    folder is read.  A ceiling found beside a busy neighbour is too low: where
+    the file says so and the neighbour has become quieter, a process measures
+    again, once.
 
     Args:
         device: whose arithmetic and memory.
@@ -354,16 +406,20 @@ def peaks(
     device = bench.device_of(str(device))
     before = torch.get_num_threads()
     threads = threads or before
-    _, key, found = _place(device, threads)
+    path, key, found = _place(device, threads)
     stored = json.dumps(found)
-    found = {} if refresh else found
+    loud = found.get("busy") or 0
+    if refresh:
+        found = {}
+    elif loud > QUIET and path not in _again and (_busy() or 0) < loud:
+        _again.add(path)
+        found = {"all_reduce": found.get("all_reduce")}
     found = {**key, "threads": threads, "gemm_flops": {}} | found
     room = (memory_bytes() or GIB) // 4
     if psutil is not None:
         room = min(room, psutil.virtual_memory().available // 2)
     if "busy" not in found:
-        percent = psutil.cpu_percent(0.1) if psutil is not None else None
-        found["busy"] = percent and round(percent / 100, 2)
+        found["busy"] = _busy()
     try:
         torch.set_num_threads(threads)
         found |= ceilings.measure(device, found, room)

@@ -91,7 +91,7 @@ def init(device: str | torch.device = "cpu", timeout_s: float = 300) -> Rank:
             f"ranks cannot exchange {device.type} tensors: use --device cpu"
         )
     if not dist.is_initialized():
-        _end_with_launcher()
+        end_with_launcher()
         _prefer_loopback()
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
@@ -141,7 +141,7 @@ def _prefer_loopback() -> None:
 
 
 @functools.cache  # one watching thread is enough
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """End this rank when the process that launched it is gone.
 
     By polling, since no signal tells a child so on every system; by pid too,
@@ -348,6 +348,8 @@ def launch(
                 "LOCAL_WORLD_SIZE": world,
                 "RANKS_STORE": os.path.join(folder, "store"),
             }
+            if world == 1:  # then there is nobody to meet
+                place = {}
             child = _environment(threads, LOOPBACK, place, env)
             processes.append(
                 Process(command, f"rank {rank}", child, folder, stdout)
@@ -435,7 +437,7 @@ def spawn(
 
 def _run_job(folder: Path) -> None:
     """Be one rank of ``spawn``."""
-    _end_with_launcher()
+    end_with_launcher()
     module, name, args = pickle.loads((folder / "job").read_bytes())
     result = getattr(importlib.import_module(module), name)(*args)
     (folder / os.environ["RANK"]).write_bytes(pickle.dumps(result))

@@ -93,7 +93,7 @@ def encoding() -> "tiktoken.Encoding":
 
 
 def corpus() -> list[str]:
-    """Return the embedded corpus: nine plays, one document each, 1.0 MB.
+    """Return the embedded corpus: nine plays, a document per scene, 1.0 MB.
 
     Public domain; ``assets/README.md`` says where it comes from.
     """

@@ -116,7 +116,7 @@ def test_a_log_reaches_the_table(chapter):
     steps = chapter.folder / "steps.py"
     steps.write_text("one = 1\n", encoding="utf-8")
     digest = hashlib.sha256(b"one = 1\n").hexdigest()[:16]
-    key = {"steps": "ch01_x.steps", "source": digest}
+    key = {"sources": {"ch01_x.steps": digest}}
     rows = [
         row("1.0", "plain", track="memory", peak=100),
         row("1.0", "fatter", "reverted", peak=900, track="memory"),

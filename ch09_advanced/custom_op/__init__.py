@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from common.bench import Refusal
-from common.machine import cache_dir
+from common.machine import cache_dir, only_ours
 
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 INSTEAD = "or keep the composite loss, which needs none"
@@ -37,7 +37,8 @@ def load() -> Path:
     """Build the operator if it is not in the cache; register it once.
 
     Two processes that build at once do not disturb each other; a cache that
-    cannot be written is replaced by a temporary folder.
+    cannot be written, or that others can write to, is replaced by a temporary
+    folder, and a library that others may have written is built again.
 
     Returns:
         The library's file.
@@ -246,10 +247,12 @@ def _build(commands: list[list[str]], key: str) -> Path:
     suffix = ".pyd" if os.name == "nt" else ".so"
     folder = cache_dir() / "ops"
     library = folder / f"cross_entropy-{key}{suffix}"
-    if library.exists():
-        return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not only_ours(folder):
+            raise PermissionError(f"others can write to {folder}")
+        if only_ours(library) and library.exists():
+            return library
         scratch = tempfile.mkdtemp(prefix="build-", dir=folder)
     except OSError:  # a home that cannot be written: build for this process
         scratch = tempfile.mkdtemp(prefix="cross_entropy-")
@@ -257,6 +260,7 @@ def _build(commands: list[list[str]], key: str) -> Path:
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     try:
         made = _compile(commands, Path(scratch), suffix)
+        made.chmod(0o700)  # a umask may let a group write
         try:
             os.replace(made, library)
         except OSError:  # Windows: another process has loaded the same

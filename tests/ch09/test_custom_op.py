@@ -387,6 +387,42 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
     assert library.read_bytes() == custom_op.load().read_bytes()
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid"), reason="needs owners and modes"
+)
+def test_a_library_that_others_may_have_written_is_not_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    compiled = []
+
+    def pretend(commands, folder, suffix):
+        made = folder / f"made{suffix}"
+        made.write_bytes(b"ours")
+        made.chmod(0o777)  # as under a umask of 0
+        compiled.append(made)
+        return made
+
+    monkeypatch.setattr(custom_op, "_compile", pretend)
+    place = custom_op._build([], "0" * 16)
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    assert custom_op._build([], "0" * 16) == place and len(compiled) == 1
+
+    place.write_bytes(b"planted")
+    place.chmod(0o666)
+    assert custom_op._build([], "0" * 16) == place
+    assert place.read_bytes() == b"ours" and len(compiled) == 2
+
+    place.write_bytes(b"planted")
+    place.parent.chmod(0o777)
+    private = custom_op._build([], "0" * 16)
+    assert private != place and private.read_bytes() == b"ours"
+    assert private.parent.stat().st_mode & 0o777 == 0o700
+
+
 @built
 def test_the_library_is_for_this_source_and_machine(monkeypatch):
     commands = custom_op._commands(custom_op._compiler())

@@ -13,7 +13,12 @@ MEMORY, SPEED = [], []
 @step(MEMORY, "10.3.1", "Baseline", "基準模型")
 def memory_baseline(config):
     """Keep everything."""
-    return replace(config, micro_batch=config.sequences, optimizer="foreach", tokens="once")
+    return replace(
+        config,
+        micro_batch=config.sequences,
+        optimizer="foreach",
+        tokens="once",
+    )
 
 
 @step(MEMORY, "10.3.2", "Accumulation", "梯度累加", agreement="close")

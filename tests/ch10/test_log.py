@@ -68,7 +68,9 @@ def data(tmp_path):
         )
     rows[5]["trace"] = "traces/one.json.gz"
     config = gpt.preset("gpt2-tiny")
-    case = {"case": "book", "section": "10.3.1", "step": "baseline"}
+    case = {"case": "gpt2-tiny", "section": "10.3.1", "step": "baseline"}
+    case |= {"ranks": 1, "micro_batch": 4, "accumulate": 1}
+    card = case | {"T": 1024, "capacity_bytes": 24 * 10**9, "batch": 7}
     return {
         "machine": machine.card("cpu"),
         "peaks": {
@@ -80,8 +82,10 @@ def data(tmp_path):
         "model": log.model_facts(config, config.block_size),
         "rows": rows,
         "predictions": {
-            "cases": [case | {"ranks": 1, "bytes": parts, "peak_bytes": 9}],
-            "largest_batch": [],
+            "cases": [case | {"bytes": parts, "peak_bytes": 9 << 20}],
+            "largest_batch": [card | {"attention": "plain"}],
+            "margin": "1 GiB",
+            "torch": "2",
         },
         "final": {"command": "python -m ch10_gpt2.train", "config": {}},
     }
@@ -97,6 +101,7 @@ def test_page_holds_every_row_and_picture(data, tmp_path):
     for picture in pictures:
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert "python -m ch10_gpt2.train" in page
+    assert "| plain, 24 GB |" in page
 
 
 def test_tables_are_not_wider_than_100_columns(data, tmp_path):

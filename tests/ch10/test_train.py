@@ -8,6 +8,7 @@ tolerance a hundredfold.
 import contextlib
 import copy
 import io
+import json
 import pickle
 import types
 import warnings
@@ -249,6 +250,19 @@ def test_clips_after_the_scale_is_taken_off():
     assert abs(run.model.weight.item()) < 2e-5
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_scale_is_read_twice_and_only_where_there_is_one(
+    enabled, monkeypatch
+):
+    run, reads = sloping(1.0, enabled=enabled), []
+    read = run.scaler.get_scale
+    monkeypatch.setattr(
+        run.scaler, "get_scale", lambda: reads.append(run.position) or read()
+    )
+    assert not train.update(run)["skipped"]
+    assert reads == ([0, 1] if enabled else [])  # before any work, after all
+
+
 def holds_still_when_skipped(update):
     """Tell whether an overflow moves the data and nothing else."""
     run = sloping(float("inf"))
@@ -416,6 +430,42 @@ def test_tokenised_on_the_fly_gives_the_same_ids(documents):
     assert any((once[i][0] == text.EOT).any() for i in range(len(once)))
 
 
+def test_long_runs_of_spaces_give_the_same_ids_on_the_fly(tmp_path):
+    rank = ranks.Rank(0, 1, 0, torch.device("cpu"))
+    path = tmp_path / "spaces.jsonl"
+    spaces, lines = " " * 12_000, " " + "\n" * 11_999
+    rows = ["a", f"b{spaces}c", f"{spaces}d", f"e{lines}f"] * 9
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+
+    def pair(data):
+        config = replace(BASE, data=str(data))
+        once = train.open_data(config, rank)
+        return once, train.open_data(
+            replace(config, tokens="on-the-fly"), rank
+        )
+
+    for data in (path, text.tokenize(path, tmp_path / "spaces.tokens")):
+        once, fly = pair(data)
+        assert len(once) == len(fly)
+        for i in range(0, len(once), max(1, len(once) // 200)):
+            assert torch.equal(torch.stack(once[i]), torch.stack(fly[i]))
+    uncut = text.encoding().encode_ordinary(rows[3])
+    assert [*uncut, text.EOT] != text.document_ids(rows[3]).tolist()
+
+
+def test_a_token_file_that_ends_in_mid_word_is_not_tokenised_again(tmp_path):
+    rank = ranks.Rank(0, 1, 0, torch.device("cpu"))
+    path = tmp_path / "a.txt"
+    path.write_text("word " * 40 + "第")  # a character of several tokens
+    count = len(text.document_ids(path.read_text())) - 2
+    config = replace(
+        BASE, data=str(text.tokenize(path, tmp_path / "a.tokens", count))
+    )
+    assert len(train.open_data(config, rank))
+    with pytest.raises(Refusal, match="a.tokens ends in .*--tokens once"):
+        train.open_data(replace(config, tokens="on-the-fly"), rank)
+
+
 def test_datasets_travel_to_spawned_workers(documents):
     rank = ranks.Rank(0, 1, 0, torch.device("cpu"))
     for tokens in ("once", "on-the-fly"):
@@ -483,14 +533,131 @@ def test_prefetching_yields_each_batch_once_in_order():
         assert [int(ids) for ids, _ in got] == list(range(count))
 
 
+class Streams:
+    """Stand for CUDA's streams and tensors; note who did what, in order."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.done = "compute", []
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: self.waiter(self.now)
+        )
+        monkeypatch.setattr(torch.cuda, "stream", self.switched)
+
+    def waiter(self, name):
+        return types.SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.done.append(
+                f"{name} after {other}"
+            ),
+        )
+
+    @contextlib.contextmanager
+    def switched(self, name):
+        before, self.now = self.now, name
+        yield
+        self.now = before
+
+    def tensor(self, name):
+        def to(device, non_blocking=False):
+            assert non_blocking
+            self.done.append(f"{self.now} copies {name}")
+            return tensor
+
+        def record_stream(stream):
+            self.done.append(f"{stream.name} keeps {name}")
+
+        tensor = types.SimpleNamespace(to=to, record_stream=record_stream)
+        return tensor
+
+
+def test_prefetching_waits_keeps_and_only_then_copies_on(monkeypatch):
+    streams = Streams(monkeypatch)
+    source = [
+        [streams.tensor(f"{kind}{i}") for kind in "xy"] for i in range(3)
+    ]
+    for i, _ in enumerate(windows.prefetched(source, torch.device("cuda"))):
+        streams.done.append(f"compute reads {i}")
+
+    def copies(i):
+        return [f"side copies x{i}", f"side copies y{i}"]
+
+    def waits(i):
+        kept = [f"compute keeps x{i}", f"compute keeps y{i}"]
+        return ["compute after side", *kept]
+
+    assert streams.done == [
+        *copies(0),
+        *waits(0),  # before the next copy, or that is waited for as well
+        *copies(1),
+        "compute reads 0",
+        *waits(1),
+        *copies(2),
+        "compute reads 1",
+        *waits(2),
+        "compute reads 2",
+    ]
+
+
+LATE = 100_000_000  # cycles, some 50 ms: what is not waited for comes first
+
+
+class Late:
+    """A pinned batch whose copy starts late; -1 lies there meanwhile."""
+
+    def __init__(self, value):
+        self.value = torch.full((1 << 20,), value).pin_memory()
+
+    def to(self, device, non_blocking):
+        there = torch.empty_like(self.value, device=device).fill_(-1)
+        torch.cuda._sleep(LATE)
+        return there.copy_(self.value, non_blocking=non_blocking)
+
+
 @pytest.mark.gpu
-def test_prefetched_batches_are_whole_when_compute_reads_them():
+def test_compute_waits_for_a_prefetched_batch(monkeypatch):
     device = torch.device("cuda")
-    source = [[torch.full((1 << 20,), i).pin_memory()] * 2 for i in range(8)]
-    for i, (ids, targets) in enumerate(windows.prefetched(source, device)):
-        torch.cuda._sleep(1_000_000)
-        assert ids.device.type == "cuda"
-        assert torch.all(ids == i) and torch.all(targets == i)
+
+    def right():
+        source = [[Late(i), Late(i)] for i in range(4)]
+        torch.cuda.synchronize()
+        found = []
+        for i, pair in enumerate(windows.prefetched(source, device)):
+            found.append(all(bool(torch.all(part == i)) for part in pair))
+        torch.cuda.synchronize()
+        return found
+
+    assert right() == [True] * 4  # which also loads the kernels
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
+    assert not all(right())
+
+
+@pytest.mark.gpu
+def test_a_prefetched_batch_is_not_overwritten_while_compute_is_late(
+    monkeypatch,
+):
+    device = torch.device("cuda")
+
+    def right():
+        source = [
+            [torch.full((1 << 20,), i).pin_memory() for _ in "xy"]
+            for i in range(8)
+        ]
+        kept = torch.empty(8, 2, 1 << 20, dtype=torch.int64, device=device)
+        torch.cuda.synchronize()
+        batches = windows.prefetched(source, device)
+        for row in kept:  # the host queues it all and waits for nothing
+            pair = next(batches)
+            torch.cuda._sleep(LATE)
+            for place, part in zip(row, pair, strict=True):
+                place.copy_(part)
+            del pair, part
+        torch.cuda.synchronize()
+        return [bool(torch.all(row == i)) for i, row in enumerate(kept)]
+
+    assert right() == [True] * 8
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    assert not all(right())
 
 
 @pytest.mark.gpu
@@ -686,6 +853,46 @@ def test_other_ways_to_the_same_numbers_may_go_on(tmp_path):
     ) as run:
         groups = run.optimizer.param_groups
         assert all(g["fused"] and not g["foreach"] for g in groups)
+        assert losses(run, 2) == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("before", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize("after", ["for-loop", "foreach", "fused"])
+def test_the_optimizer_knows_its_way_before_it_loads(
+    tmp_path, monkeypatch, before, after
+):
+    """AdamW puts the loaded step counts where this way wants them."""
+    with running(out=str(tmp_path), optimizer=before) as run:
+        losses(run, 1)
+        train.save_checkpoint(run)
+    load, seen = torch.optim.AdamW.load_state_dict, []
+
+    def watched(optimizer, state_dict):
+        seen.extend(state_dict["param_groups"])
+        load(optimizer, state_dict)
+
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", watched)
+    with running(out=str(tmp_path), resume=True, optimizer=after) as run:
+        assert len(seen) == len(run.optimizer.param_groups) == 2
+        for group in (*seen, *run.optimizer.param_groups):
+            assert group["fused"] == (after == "fused")
+            assert group["foreach"] == (after == "foreach")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize("after", ["for-loop", "foreach", "fused"])
+def test_step_counts_are_where_the_resumed_optimizer_wants_them(
+    tmp_path, before, after
+):
+    changes = {"device": "cuda", "out": str(tmp_path)}
+    with running(**changes, optimizer=before) as run:
+        losses(run, 2)
+        train.save_checkpoint(run)
+        right = losses(run, 2)
+    with running(**changes, resume=True, optimizer=after) as run:
+        kinds = {s["step"].device.type for s in run.optimizer.state.values()}
+        assert kinds == {"cuda" if after == "fused" else "cpu"}
         assert losses(run, 2) == pytest.approx(right, rel=1e-5)
 
 

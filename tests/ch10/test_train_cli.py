@@ -14,7 +14,7 @@ import torch
 
 from ch10_gpt2 import config as configs
 from ch10_gpt2 import metrics, train
-from common import bench, text
+from common import bench, gpt, text
 from common.bench import Refusal
 
 TINY = [
@@ -294,14 +294,61 @@ def test_fitting_to_ranks_keeps_the_update(world):
         assert fitted.micro_batch == min(micro_batch, 8 // world)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Triton brings its compiler")
+def test_what_compiling_for_a_gpu_lacks_is_named(tmp_path, monkeypatch):
+    here = {"Triton": True, "gcc": True, "Python.h": True}
+    monkeypatch.setattr(
+        "torch.utils._triton.has_triton", lambda: here["Triton"]
+    )
+    monkeypatch.setattr(
+        configs.shutil, "which", lambda name: here.get(name) and f"/{name}"
+    )
+    monkeypatch.setattr(
+        configs.sysconfig, "get_path", lambda *_: str(tmp_path)
+    )
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "Python.h").write_text("")
+    cuda = torch.device("cuda")
+    assert configs.cannot_compile(cuda) is None
+    monkeypatch.setenv("CC", "mine")
+    assert "a C compiler (mine; see CC)" in configs.cannot_compile(cuda)
+    monkeypatch.delenv("CC")
+    here["gcc"] = False
+    assert configs.cannot_compile(cuda) == (
+        "torch.compile needs a C compiler (gcc, clang; see CC); not found"
+    )
+    here["clang"] = True
+    assert configs.cannot_compile(cuda) is None
+    (tmp_path / "Python.h").unlink()
+    here["Triton"] = False
+    reason = configs.cannot_compile(cuda)
+    assert "needs Triton and Python's headers" in reason
+
+
 def test_largest_micro_batch_divides_the_update(monkeypatch):
     config = train.Config(preset="gpt2", sequences=12)
     monkeypatch.setattr(configs.machine, "memory_bytes", lambda: 1 << 42)
     assert config.largest_micro_batch() == 12
-    monkeypatch.setattr(configs.machine, "memory_bytes", lambda: 24 << 30)
+    monkeypatch.setattr(configs.machine, "memory_bytes", lambda: 32 << 30)
     assert config.largest_micro_batch() in (2, 3, 4)
     monkeypatch.setattr(configs.machine, "memory_bytes", lambda: 1 << 30)
     assert config.largest_micro_batch() == 1
+
+
+def test_the_largest_micro_batch_leaves_room_for_another_process(monkeypatch):
+    """The ladder's own may hold the same configuration at the same time."""
+    config = train.Config(preset="gpt2", sequences=12)
+    shape, T = config.model(), config.context()
+    kept = 12 * (32 * 768 + 4 * 12 * T) + 4 * shape.vocab_size
+    sequence = 4 * T * kept
+    fixed = 16 * gpt.parameter_counts(shape)["total"]
+    for fit, most in ((2.5, 2), (3.5, 3), (4.5, 4)):
+        memory = int((fit * sequence + fixed) / 0.4)
+        monkeypatch.setattr(
+            configs.machine, "memory_bytes", lambda m=memory: m
+        )
+        assert config.largest_micro_batch() == most
+        assert 2 * (most * sequence + fixed) < 0.8 * memory
 
 
 @pytest.mark.ranks

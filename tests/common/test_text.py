@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_ids_equal_tiktokens_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     own = tiktoken.Encoding(**openai_public.r50k_base())
     samples = [
-        *text.corpus()[3:5],
+        *text.corpus()[60:90],
         "  indented\n\n\tdef f(x):\r\n  ",
         "'ll I'D",
     ]
@@ -119,17 +120,38 @@ def test_a_damaged_rank_table_is_named(tmp_path, monkeypatch):
         build()
 
 
-def test_the_corpus_is_whole_plays():
-    plays = text.corpus()
-    assert len(plays) == 9
-    assert [p.split("\n")[0] for p in plays][:2] == [
-        "Hamlet",
-        "Romeo and Juliet",
-    ]
-    assert all(80_000 < len(p) < 200_000 and p.isascii() for p in plays)
-    assert "To be, or not to be: that is the question:" in plays[0]
-    assert not any(mark in p for p in plays for mark in "*_\\#")
-    assert plays == list(text.documents("embedded"))
+def test_the_corpus_is_whole_plays_scene_by_scene():
+    scenes = text.corpus()
+    assert scenes == list(text.documents("embedded"))
+    assert len(scenes) == 158 and max(map(len, scenes)) < 30_000
+    whole = "".join(scenes)
+    assert len(whole) == 1_037_351 and whole.isascii()
+    assert hashlib.sha256(whole.encode()).hexdigest() == (
+        "b5b11b1111e4ddefbfaceb4ecf8da5c3d67c85f14b4d2ae7fdf23a84e6260189"
+    )
+    assert not set("*_\\#") & set(whole)
+    assert scenes[0].startswith("Hamlet\n\nACT I\n\nSCENE I. Elsinore.")
+    assert scenes[1].startswith("SCENE II. A room of state in the castle.")
+    assert scenes[5].startswith("ACT II\n\nSCENE I. ")
+    (speech,) = [s for s in scenes if "To be, or not to be: that is" in s]
+    assert speech.startswith("ACT III\n\nSCENE I. ")
+    headings = [len(re.findall(r"^SCENE [IVX]+[.:]", s, re.M)) for s in scenes]
+    assert sorted(headings) == [0, 0] + [1] * 156  # two prologues
+
+
+def test_the_corpus_is_what_its_readme_says():
+    readme = (text._ASSETS / "README.md").read_text("utf-8")
+    lines = gzip.decompress(text._CORPUS.read_bytes())
+    assert hashlib.sha256(lines).hexdigest() in readme
+    rows = [json.loads(line) for line in lines.decode().splitlines()]
+    scene = re.search(r'^SCENE = r"(.+)"$', readme, re.M)[1]
+    for title in {row["title"] for row in rows}:
+        parts = [row["text"] for row in rows if row["title"] == title]
+        assert parts[0].startswith(title)
+        assert re.split(scene, "".join(parts), flags=re.M) == parts
+    sizes = [len(text.document_ids(row["text"])) for row in rows]
+    for figure in (len(sizes), sum(sizes), int(np.median(sizes))):
+        assert f"{figure:,} " in readme
 
 
 def test_no_asset_is_larger_than_500_kb():
