@@ -681,7 +681,7 @@ def make_plan(args) -> Plan:
         "lr": 1e-3,
     }
     if args.preset is None and preset != "gpt2":
-        base["T"] = 32 if args.smoke else 128
+        base["T"] = 32 if args.smoke else 96
     try:
         module = importlib.import_module(args.steps)
         module.MEMORY, module.SPEED  # noqa: B018
