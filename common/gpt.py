@@ -51,6 +51,11 @@ PRESETS = {
     "gpt2-xl": GPTConfig(48, 25, 1600),
     # GPT-2's shape at sizes that a laptop's CPU trains in seconds
     "gpt2-small-cpu": GPTConfig(2, 5, 320, block_size=256, vocab_size=50304),
+    "gpt2-tiny": GPTConfig(2, 2, 64, block_size=64),
+    # the book's own case of 10.3: characters, short context, untied head
+    "book-large": GPTConfig(
+        36, 20, 1280, block_size=128, vocab_size=65, tied=False
+    ),
 }
 
 
