@@ -326,6 +326,7 @@ def launch(
 
     They meet through a file in a private folder and talk over loopback: no
     port is opened to the network, and several launches can run at once.
+    One process alone is no rank: ``init`` then joins nothing.
     Follow with ``wait``; what still runs when this process ends is ended.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ch10_gpt2 import ladder, steps, train
-from common import bench
+from common import bench, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
@@ -21,18 +21,21 @@ KEYS = {
 }
 
 
+def search_path():
+    """Let children import these steps, after what blocks the network."""
+    paths = [os.environ.get("PYTHONPATH"), ROOT, Path(__file__).parent]
+    return os.pathsep.join(str(path) for path in paths if path)
+
+
 def run(*words, **more):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | more.pop("env", {})
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(Path(__file__).parent)]
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = search_path()
     return subprocess.run(
         [sys.executable, "-m", "ch10_gpt2.ladder", *map(str, words)],
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
-        **more,
+        **({"timeout": 280} | more),
     )
 
 
@@ -99,9 +102,7 @@ def test_a_killed_ladder_goes_on_where_it_was(tmp_path):
         *("--out", str(tmp_path)),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(Path(__file__).parent)]
-    )
+    environment["PYTHONPATH"] = search_path()
     process = subprocess.Popen(
         [sys.executable, "-m", "ch10_gpt2.ladder", *words],
         env=environment,
@@ -226,9 +227,7 @@ def test_ctrl_c_leaves_no_process_and_keeps_rows(tmp_path):
     import psutil
 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), str(Path(__file__).parent)]
-    )
+    environment["PYTHONPATH"] = search_path()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "ch10_gpt2.ladder", "--smoke"),
@@ -255,3 +254,66 @@ def test_ctrl_c_leaves_no_process_and_keeps_rows(tmp_path):
     assert "Traceback" not in words
     gone, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Run both tracks once, in namespaces where this machine allows it."""
+    out = tmp_path_factory.mktemp("whole")
+    netns = [] if ranks.can_netns() else ["--netns"]
+    return out, netns, run("--smoke", "--out", out, *netns, timeout=550)
+
+
+@pytest.mark.ranks
+def test_every_row_is_filled(whole):
+    out, netns, done = whole
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    rows = read(out)["rows"]
+    wanted = [(s.section, s.name) for s in steps.MEMORY]
+    wanted += [("10.3.6", "summary")]
+    wanted += [(s.section, s.name) for s in steps.SPEED]
+    wanted += [("10.4.10", "summary")]
+    assert [(r["section"], r["step"]) for r in rows] == wanted
+    for row in rows:
+        assert row["verdict"] in ("kept", "reverted", "not-applicable")
+        assert row["reason"]
+        if row["agreement"]:
+            assert row["agreement"]["holds"], row
+
+
+@pytest.mark.ranks
+def test_predicted_peaks_are_the_measured_ones(whole):
+    """Fake tensors and the allocator's events count the same bytes."""
+    rows = {r["step"]: r for r in read(whole[0])["rows"]}
+    for step in steps.MEMORY[:4]:  # FSDP's gathers are timed by the wire
+        row = rows[step.name]
+        measured = row["peak_bytes"]["tracked"]
+        assert measured == pytest.approx(row["predicted_bytes"], rel=0.01)
+
+
+@pytest.mark.ranks
+def test_the_log_ends_with_a_command_that_trains(whole, tmp_path):
+    data = read(whole[0])
+    words = data["final"]["command"].split()
+    assert words[:3] == ["python", "-m", "ch10_gpt2.train"]
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": search_path()},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.ranks
+def test_two_hosts_were_two_namespaces(whole):
+    out, netns, _ = whole
+    if not netns:
+        pytest.skip(ranks.can_netns())
+    row = {r["step"]: r for r in read(out)["rows"]}["two_hosts"]
+    assert row["reason"].startswith("two agents, two network namespaces")
+    assert row["agreement"]["holds"]

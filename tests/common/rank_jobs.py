@@ -136,7 +136,7 @@ def sleep(folder: str) -> None:
     """Start a child that sleeps, note its pid, and sleep."""
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     child = subprocess.Popen(command)
-    pids = Path(folder, os.environ["RANK"])
+    pids = Path(folder, os.environ.get("RANK", "0"))
     pids.with_suffix(".part").write_text(f"{os.getpid()} {child.pid}")
     pids.with_suffix(".part").rename(pids)
     time.sleep(600)
