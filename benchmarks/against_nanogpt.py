@@ -101,6 +101,7 @@ def configuration(args):
             loss="in-place",
             optimizer="fused",
             tokens="once",
+            allocator="keep",  # of the process: nanoGPT's rows have it too
         )
     own = {
         "preset": args.preset or ("gpt2-tiny" if args.smoke else None),
@@ -108,6 +109,7 @@ def configuration(args):
         "micro_batch": args.micro_batch,
         "vocab_size": args.vocab_size,
         "threads": args.threads,
+        "precision": "float32",
     }
     if args.sequences and not args.micro_batch:
         own["micro_batch"] = args.sequences

@@ -95,8 +95,9 @@ def load_checkpoint(run) -> None:
         before = saved["config"]
     except Exception as error:  # zip, pickle, key: all mean the same
         raise Refusal(
-            f"{path} is damaged or no checkpoint of this program: "
-            f"{type(error).__name__}"
+            f"{path} is damaged or no checkpoint of this program "
+            f"({type(error).__name__}); leave --resume away or name another "
+            "--out"
         ) from error
     now = as_dict(run.config) | {"windows": len(run.windows)}
     before["windows"] = saved["windows"]

@@ -94,7 +94,7 @@ class Config:
 
     def context(self) -> int:
         """Return T."""
-        return self.T or self.model().block_size
+        return self.model().block_size if self.T is None else self.T
 
     def largest_micro_batch(self) -> int:
         """Return the most sequences that fit the device by a rough formula.
@@ -143,6 +143,13 @@ def check(config: Config, world: int) -> None:
     for name in ("sequences", "micro_batch", "steps", "evaluate_batches"):
         if getattr(config, name) < 1:
             raise Refusal(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("workers", "warmup", "clip", "evaluate_every", "save_every"):
+        if not getattr(config, name) >= 0:
+            raise Refusal(f"{spelt(name)} must be 0 or more")
+    if config.threads is not None and config.threads < 1:
+        raise Refusal("--threads must be at least 1")
+    if not 0 <= config.lr < 1e3:  # which a NaN is not either
+        raise Refusal(f"--lr {config.lr}: give a rate of 0 or more")
     if not 1 <= config.context() <= shape.block_size:
         raise Refusal(
             f"--T {config.T}: {config.preset} sees 1 to {shape.block_size} "

@@ -23,11 +23,13 @@ Expect    what each step should give is printed before it is measured
 Run       python -m ch10_gpt2.ladder [--smoke] [--save] [--only 10.4.5]
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import itertools
 import json
+import os
 import platform
 import statistics
 import time
@@ -48,7 +50,7 @@ from ch10_gpt2.race import (
     start,
 )
 from ch10_gpt2.steps import TOLERANCE, Step
-from common import bench, gpt, machine, timers
+from common import bench, gpt, machine, ranks, text, timers
 from common.judging import SMALLEST
 
 SUMMARY = {
@@ -232,11 +234,13 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
         low = high = row["ratio_previous"]
         low, high = low / 1.1, high * 1.1
         ratio += " (one after the other: memory does not hold both)"
-    if row["smoke"] and {"compiler", "ranks"} & set(step.needs):
-        return "reverted", (
-            f"{ratio}; a smoke run does not carry on what every later row "
-            "would compile or launch again"
-        )
+    if row["smoke"]:
+        if {"compiler", "ranks"} & set(step.needs):
+            return "reverted", (
+                "it computes the same; a smoke run does not carry on what "
+                "every later row would compile or launch again"
+            )
+        return "kept", "it computes the same; a smoke run judges no more"
     if step.track == "memory":
         kind, peak = log.main_peak(row) or (None, 0)
         old = before["peak_bytes"].get(kind)
@@ -337,7 +341,7 @@ def attempt(
     elif before is not None:
         now = plan.configure(track, applied)
         row["predicted"] = predict_speed(plan, step, now, config, before)
-    if not alone:
+    if not alone and (before is not None or len(then) == 1):
         announce(row)
     if step.pilot and before is not None and not alone:
         hopeless = pilot(plan, step, track, applied, then)
@@ -449,6 +453,24 @@ def is_finished(row: dict) -> bool:
     return row["verdict"] != "failed" and not row.get("not_reached")
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path):
+    """Refuse a folder that another ladder writes into at this time."""
+    lock = folder / "lock"
+    with contextlib.suppress(OSError, ValueError):
+        owner = int(lock.read_text())
+        if owner != os.getpid() and ranks.alive(owner):
+            raise bench.Refusal(
+                f"--out {folder}: process {owner} is writing a log there; "
+                "wait for it or name another folder"
+            )
+    bench.write_atomic(lock, str(os.getpid()))
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
 class Book:
     """The log on disk: written after every row, read back after a kill."""
 
@@ -459,7 +481,9 @@ class Book:
         if old and old.get("key") == header["key"]:
             for track in plan.tracks():
                 rows = [r for r in old["rows"] if r["track"] == track]
-                self.data["rows"] += itertools.takewhile(is_finished, rows)
+                rows = list(itertools.takewhile(is_finished, rows))
+                if rows and rows[0]["verdict"] == "kept":
+                    self.data["rows"] += rows  # else it has no baseline
             plan.updates = old.get("updates")
         elif self.path.exists():
             aside = self.path.with_name(f"log-{int(time.time())}.json")
@@ -471,9 +495,11 @@ class Book:
         """Return the log, or nothing if there is none that can be read."""
         try:
             data = json.loads(self.path.read_text("utf-8"))
-            return data if isinstance(data["rows"], list) else None
+            for row in data["rows"]:
+                row["track"], row["step"], row["section"], row["verdict"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        return data
 
     def row(self, track: str, name: str, section: str) -> dict | None:
         """Return the finished row of a step."""
@@ -555,9 +581,10 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
         if row["verdict"] == "kept":
             applied, before, holder = [*applied, step.name], row, step
         elif before is None:
+            smaller = "out of memory" in row["reason"]
             raise bench.Refusal(
-                f"the {track} baseline did not run: {row['reason']}; choose "
-                "a smaller --preset or fewer --sequences"
+                f"the {track} baseline did not run: {row['reason']}"
+                + "; choose a smaller --preset or fewer --sequences" * smaller
             )
         if until == step.section and place + 1 < len(steps):
             if steps[place + 1].section != until:
@@ -658,6 +685,17 @@ def size(device: torch.device, smoke: bool) -> tuple[str, int, float]:
     return "gpt2-small-cpu", 8, 600.0
 
 
+def context(args, preset: str) -> int | None:
+    """Return the tokens per sequence of a log; None is the preset's own.
+
+    The CPU's model is that of the benchmark against nanoGPT, at a context
+    that lets every row have its turns in eight minutes on two cores.
+    """
+    if args.preset is not None or preset == "gpt2":
+        return None
+    return 32 if args.smoke else 96
+
+
 def make_plan(args) -> Plan:
     """Read the flags into what stays the same through both tracks."""
     device = args.device
@@ -670,7 +708,14 @@ def make_plan(args) -> Plan:
     if args.sequences is not None:
         if args.sequences < 1:
             raise bench.Refusal("--sequences must be at least 1")
+        if args.sequences % world:
+            raise bench.Refusal(
+                f"--sequences {args.sequences}: must be a multiple of "
+                f"{world}, the ranks that share an update in 10.3.5 and 10.4.8"
+            )
         sequences = args.sequences
+    if args.budget is not None and not args.budget > 0:
+        raise bench.Refusal(f"--budget {args.budget}: give seconds above 0")
     base = {
         "preset": preset,
         "data": args.data,
@@ -680,8 +725,7 @@ def make_plan(args) -> Plan:
         "warmup": 2,
         "lr": 1e-3,
     }
-    if args.preset is None and preset != "gpt2":
-        base["T"] = 32 if args.smoke else 96
+    base["T"] = context(args, preset)
     try:
         module = importlib.import_module(args.steps)
         module.MEMORY, module.SPEED  # noqa: B018
@@ -770,6 +814,7 @@ def key(plan: Plan) -> dict:
             plan.steps: digest(importlib.import_module(plan.steps).__file__),
         },
         "torch": torch.__version__,
+        "data": text.open_tokens(text.tokenize(plan.base["data"])).digest,
         "threads": plan.threads,
         "world": plan.world,
         "netns": plan.netns,
@@ -803,7 +848,6 @@ def show_difference(args) -> None:
 
 def one_section(plan: Plan, section: str, book: Book) -> None:
     """Run the steps of one section on top of all that come before it."""
-    found = False
     for track, steps in plan.tracks().items():
         if section == SUMMARY[track][0]:
             climb(plan, track, book, None, 0)
@@ -811,7 +855,6 @@ def one_section(plan: Plan, section: str, book: Book) -> None:
         for place, step in enumerate(steps):
             if step.section != section:
                 continue
-            found = True
             earlier = [
                 s
                 for s in steps[:place]
@@ -835,15 +878,6 @@ def one_section(plan: Plan, section: str, book: Book) -> None:
             row = try_step(plan, step, names, before, holder, seconds)
             book.add(row)
             say(row)
-    if not found:
-        known = sorted(
-            {s.section for t in plan.tracks().values() for s in t}
-            | {SUMMARY["memory"][0], SUMMARY["speed"][0], *CARDS}
-        )
-        raise bench.Refusal(
-            f"--only {section}: no such section here; known: "
-            + ", ".join(known)
-        )
 
 
 def main(argv=None) -> list[dict]:
@@ -860,12 +894,27 @@ def main(argv=None) -> list[dict]:
         words = ["--smoke"] * args.smoke + ["--save"] * args.save
         return predictions.main(words)
     if args.only in CARDS:
-        config = gpt.preset(args.preset or size(args.device, args.smoke)[0])
-        card = {"10.1": log.model_card, "10.2": log.machine_card}[args.only]
-        print(card(config, args.device))
+        name, _, _ = size(args.device, args.smoke)
+        config = train.Config(
+            preset=args.preset or name, T=context(args, name)
+        )
+        config.model()  # refuses an unknown name
+        if args.only == "10.1":
+            print(log.model_card(config.preset, config.context()))
+        else:
+            print(log.machine_card(args.device))
         return []
     plan = make_plan(args)
     config = train.Config(**plan.base)
+    chosen = tracks_until(plan, args.track, args.until)
+    if args.only:
+        known = {s.section for t in plan.tracks().values() for s in t}
+        known |= {section for section, _, _ in SUMMARY.values()}
+        if args.only not in known:
+            raise bench.Refusal(
+                f"--only {args.only}: no such section here; known: "
+                + ", ".join(sorted(known | set(CARDS)))
+            )
     header = {
         "machine": machine.card(plan.device),
         "peaks": plan.ceilings,
@@ -877,7 +926,14 @@ def main(argv=None) -> list[dict]:
         "key": key(plan),
         "predictions": recorded_predictions(),
     }
+    with alone_in(plan.out):
+        return write_log(args, plan, chosen, header)
+
+
+def write_log(args, plan: Plan, chosen: list, header: dict) -> list[dict]:
+    """Climb the chosen tracks, or run one section; write the log."""
     book = Book(plan, header, args.restart or bool(args.only))
+    config = train.Config(**plan.base)
     print(machine.line(header["machine"]))
     print(
         f"{plan.base['preset']}: {plan.base['sequences']} sequences of "
@@ -887,14 +943,14 @@ def main(argv=None) -> list[dict]:
     try:
         if args.only:
             one_section(plan, args.only, book)
-        else:
-            chosen = tracks_until(plan, args.track, args.until)
-            for i, track in enumerate(chosen):
-                ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
-                last = args.until if track == chosen[-1] else None
-                climb(plan, track, book, last, sum(ahead))
-    except KeyboardInterrupt:
+        for i, track in enumerate(chosen if not args.only else []):
+            ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
+            last = args.until if track == chosen[-1] else None
+            climb(plan, track, book, last, sum(ahead))
+    except (KeyboardInterrupt, SystemExit):
         done = len(book.data["rows"])
+        if done:
+            log.render(book.data, plan.out)
         print(f"stopped; {done} rows are kept: the same command goes on")
         raise
     finally:

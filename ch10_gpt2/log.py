@@ -5,6 +5,7 @@ Run       python -m ch10_gpt2.log FOLDER     (a folder with a log.json)
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -77,11 +78,12 @@ def _model_rows(facts: dict) -> list[dict]:
     ]
 
 
-def model_card(config: gpt.GPTConfig, device) -> str:
-    """Describe the model per component, counted on the meta device too."""
+def model_card(name: str, T: int) -> str:
+    """Describe a preset per component, counted on the meta device too."""
     import torch
 
-    facts = model_facts(config, config.block_size)
+    config = gpt.preset(name)
+    facts = model_facts(config, T)
     with torch.device("meta"):
         model = gpt.GPT(config)
     counted = sum(p.numel() for p in model.parameters())
@@ -90,15 +92,15 @@ def model_card(config: gpt.GPTConfig, device) -> str:
             f"formula {facts['parameters']['total']}, counted {counted}"
         )
     return (
-        tables.table(_model_rows(facts))
+        tables.table(_model_rows(facts), title=f"{name}, T = {T}")
         + f"\n{counted:,} parameters by formula and counted in the model; "
-        f"T = {config.block_size}, float32, plain attention\n"
+        "kept: float32, plain attention\n"
         "FLOPs per trained token 6 N + 12 L C T; attention counted causal: "
         f"{facts['flops_per_token_causal']:,.0f}"
     )
 
 
-def machine_card(config: gpt.GPTConfig, device) -> str:
+def machine_card(device) -> str:
     """Describe the machine and its measured ceilings (10.2)."""
     card = machine.card(device)
     rows = _machine_rows(card, machine.peaks(device))
@@ -145,7 +147,7 @@ def _figure(width: float, height: float):
 
 
 def _save(figure, path: Path) -> str:
-    beside = path.with_suffix(".part")
+    beside = path.with_suffix(f".{os.getpid()}")
     figure.savefig(beside, dpi=110, format="png")
     beside.replace(path)
     return path.name
@@ -197,10 +199,10 @@ def draw_memory(bars: list[tuple[str, dict]], title: str, path: Path):
     if not bars:
         return None
     figure, axes = _figure(9, 0.42 * len(bars) + 1.6)
-    seen = {c for _, parts in bars for c in parts if c != "total"}
+    most = max(sum(parts.values()) for _, parts in bars)
+    seen = {c for _, parts in bars for c in parts if parts[c] > most / 500}
     order = [c for c in CATEGORIES if c in seen]
     order += sorted(seen - set(order))
-    most = max(sum(p.get(c, 0) for c in order) for _, p in bars)
     unit, name = (2**30, "GiB") if most > 4 * 2**30 else (MIB, "MiB")
     for i, (_, parts) in enumerate(bars):
         left = 0.0
@@ -414,7 +416,7 @@ def _details(row: dict, picture: str | None) -> str:
         )
         lines.append(f"* peak per process: {peaks}")
     if row["loss"] is not None:
-        lines.append(f"* loss {row['loss']:.4f}. {_agreement(row)}")
+        lines.append(f"* loss {row['loss']:.4f}. {_agreement(row)}".rstrip())
     lines.append(f"* **{row['verdict']}**: {row['reason']}")
     if picture:
         lines += ["", f"![one update, {row['step']}]({picture})"]
@@ -641,7 +643,14 @@ def main(argv=None) -> None:
     except (ValueError, KeyError, TypeError):
         raise bench.Refusal(f"{path}: not a log of the ladder") from None
     data.setdefault("predictions", predictions.load())
-    print(f"{render(data, path.parent)}: {len(rows)} rows")
+    try:
+        page = render(data, path.parent)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise bench.Refusal(
+            f"{path}: rows of a log are missing or damaged; run the ladder "
+            "with --restart"
+        ) from None
+    print(f"{page}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

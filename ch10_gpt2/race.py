@@ -343,7 +343,9 @@ def measured(plan: Plan, result: dict, config: train.Config) -> dict:
         ratio, low, high = bench.bootstrap_ratio(
             [r[0] for r in result["rounds"]], times
         )
-        values |= {"ratio_previous": ratio, "ratio_interval": [low, high]}
+        values["ratio_previous"] = ratio
+        if len(times) >= FEWEST_ROUNDS_LATE:
+            values["ratio_interval"] = [low, high]
     return values
 
 

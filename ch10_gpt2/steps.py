@@ -438,7 +438,7 @@ def bfloat16_autocast(config):
     "Custom operator",
     "（可選）使用自訂運算元",
     agreement="close",
-    needs=("compiler", "custom operator"),
+    needs=("custom operator", "compiler"),
     shows=("ch09_advanced.custom_op:in_place_cross_entropy",),
     bound=two_passes_over_logits,
 )

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from common.judging import bootstrap_ratio as bootstrap_ratio
 from common.judging import judge
 from common.tables import table
 
-METHOD = 1  # rises when measuring or judging changes: old records show it
+METHOD = 2  # rises when measuring or judging changes: old records show it
 ROOT = Path(__file__).resolve().parent.parent
 
 ROUNDS, SMOKE_ROUNDS = 20, 3
@@ -46,8 +47,11 @@ def run(main: Callable[[], object]) -> None:
 
     Exit codes: 0 (or the int that ``main`` returns), 1 for variants that
     disagree, 2 for a refusal or a disk that cannot be written, 130 for
-    Ctrl-C.  Any other exception is a bug and keeps its traceback.
+    Ctrl-C, 143 for SIGTERM (``finally`` blocks run first).  Any other
+    exception is a bug and keeps its traceback.
     """
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # Windows pipes lack × and 中
             stream.reconfigure(errors="replace")
@@ -70,6 +74,10 @@ def run(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         _end(130, "interrupted")
     sys.exit(result if type(result) is int else 0)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 _UNWRITABLE = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM} | {

@@ -150,7 +150,7 @@ def end_with_launcher() -> None:
     launcher, parent = os.environ.get("RANKS_LAUNCHER"), os.getppid()
 
     def watch():
-        while os.getppid() == parent and _alive(int(launcher)):
+        while os.getppid() == parent and alive(int(launcher)):
             time.sleep(0.5)
         os._exit(1)
 
@@ -158,7 +158,7 @@ def end_with_launcher() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Say whether a process still runs (a zombie does not); yes if unsure."""
     try:
         import psutil
@@ -580,7 +580,7 @@ def _namespaces(rate: str | None) -> Iterator[list[str]]:
         raise Refusal("a rate needs `tc`: install the package iproute2")
     for name in _ip("netns", "list").split():
         match = NAMESPACE.fullmatch(name)
-        if match and not _alive(int(match[1])):
+        if match and not alive(int(match[1])):
             _remove(name)  # its maker was killed
     number = next(_serial)
     a, b = names = [f"rank{os.getpid()}{side}{number}" for side in "ab"]

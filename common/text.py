@@ -196,12 +196,14 @@ class TokenFile:
         document_starts: where each document begins, int64, (documents,).
         vocab_size: all ids are below it.
         source: what was tokenised, in words.
+        digest: SHA-256 of ids and starts.
     """
 
     def __init__(self, path: Path, header: dict):
         count, documents = header["tokens"], header["documents"]
         self.path, self.header = path, header
         self.vocab_size, self.source = header["vocab_size"], header["source"]
+        self.digest = header["sha256"]
         self.tokens = np.memmap(path, "<u2", "r", _HEADER_BYTES, (count,))
         self.document_starts = np.memmap(
             path, "<i8", "r", _HEADER_BYTES + _padded(2 * count), (documents,)

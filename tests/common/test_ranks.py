@@ -73,7 +73,7 @@ def await_file(path: Path, timeout_s: float = 60) -> str:
 def assert_gone(pids: list[int]) -> None:
     """Wait a moment for processes to be gone; zombies are."""
     stop = time.monotonic() + 10
-    while left := [p for p in pids if ranks._alive(p)]:
+    while left := [p for p in pids if ranks.alive(p)]:
         assert time.monotonic() < stop, f"{left} still run"
         time.sleep(0.02)
 
