@@ -611,3 +611,15 @@ def test_cells(key, value, text):
 
 def test_an_empty_table_is_its_head():
     assert bench.table([], ["a", "b"]).splitlines()[0] == "a  b"
+
+
+def test_a_burst_is_no_difference():
+    """One of two equals is hit for a third of the time: nothing lasts."""
+    ratios = np.concatenate([np.full(34, 1.08), np.full(26, 1.05)])
+    ratios = np.concatenate([ratios, np.full(20, 1.0)])
+    assert not judging.lasts(ratios)
+    assert judging.lasts(np.full(60, 0.9))
+    samples = np.stack([ratios, np.ones_like(ratios)], 1)
+    row = judging.judge(["a", "b"], samples)[1]
+    assert row["ratio_interval"][0] > 1 + judging.SMALLEST
+    assert row["differs"] is False  # the interval alone would claim it
