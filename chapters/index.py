@@ -154,9 +154,12 @@ def memory_ratio(row: dict, before: dict | None) -> str:
 
 def climbed(entry: dict, number: str) -> tuple[str, str]:
     """Return the steps of a section of a log, and their ratios."""
-    titles, words, before = [], [], {}
+    titles, words, before, first = [], [], {}, {}
     for row in steps_of(entry):
         track = row["track"]
+        first.setdefault(track, row)
+        if row["step"] == "summary":  # the first against the last
+            before[track] = first[track]
         if row["section"] == number:
             said = []
             if track == "memory":

@@ -264,7 +264,7 @@ def record(
     card = machine.card(args.device)
     entry = {
         "sections": args.sections,
-        "argv": args.argv,
+        "argv": [_bare(word) for word in args.argv],
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": str(args.device),
         "machine": card,
@@ -293,6 +293,12 @@ def record(
     write_atomic(path, text + "\n")
     print(f"recorded in {path}")
     return path
+
+
+def _bare(word: str) -> str:
+    """Shorten an absolute path to its name: it says nothing elsewhere."""
+    path = Path(str(word))
+    return path.name if path.is_absolute() else word
 
 
 def _read_record(path: Path) -> dict:
