@@ -592,7 +592,7 @@ def render(data: dict, folder: Path) -> Path:
         picture = None
         trace = folder / row["trace"] if row["trace"] else None
         name = f"timeline-{row['track']}-{row['section']}-{row['step']}.png"
-        if trace and trace.exists():
+        if trace and trace.exists() and not data.get("smoke"):
             picture = draw_timeline(
                 trace, f"{row['section']} {row['step']}", folder / name
             )
