@@ -560,6 +560,10 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
     steps = plan.tracks()[track]
     applied: list[str] = []
     before, holder = None, None
+    for step in [] if until else steps:
+        waits = book.row(track, step.name, step.section) is None
+        if "ranks" in step.needs and waits and missing(step, plan) is None:
+            plan.prepare(step)
     for place, step in enumerate(steps):
         row = book.row(track, step.name, step.section)
         if row is None and before and is_late(plan):
@@ -738,7 +742,8 @@ def make_plan(args) -> Plan:
         base=base,
         steps=args.steps,
         smoke=args.smoke,
-        threads=torch.get_num_threads(),
+        # two workers of all threads each would wait for each other
+        threads=1 if args.smoke else torch.get_num_threads(),
         world=world,
         netns=args.netns,
         budget_s=budget if args.budget is None else args.budget,

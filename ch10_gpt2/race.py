@@ -39,7 +39,7 @@ class Worker:
     """Ranks that hold one configuration and do what the ladder asks."""
 
     def __init__(self, plan: "Plan", step: Step, world: int):
-        self.world, self.number, self.alone = world, 0, world == 1
+        self.kind, self.world, self.number = (world, step.hosts), world, 0
         self.config: dict = {}
         self.stack = contextlib.ExitStack()
         self.folder = Path(
@@ -166,22 +166,33 @@ class Plan:
         threads = max(1, self.threads // world)
         return train.fit_to_ranks(config, world, threads)
 
-    def worker(self, step: Step, world: int) -> Worker:
-        """Start the ranks of a configuration: fresh processes.
+    @property
+    def shares(self) -> bool:
+        """Whether processes are handed on from row to row.
 
-        A smoke run proves nothing about memory or speed; it hands a process
-        on to the next configuration, as importing torch is what takes long.
-        Steps of somebody's own may change anything in their process, so
-        they never share one.
+        A smoke run proves nothing about memory or speed, and importing torch
+        is what takes long. Steps of somebody's own may change anything in
+        their process, so they never share one.
         """
-        if self.spares and world == 1 and not step.hosts:
-            return self.spares.pop()
+        return self.smoke and self.steps == "ch10_gpt2.steps"
+
+    def worker(self, step: Step, world: int) -> Worker:
+        """Start the ranks of a configuration: fresh processes, or spare."""
+        for spare in self.spares:
+            if spare.kind == (world, step.hosts):
+                self.spares.remove(spare)
+                return spare
         return Worker(self, step, world)
+
+    def prepare(self, step: Step) -> None:
+        """Let the ranks of a later row import torch meanwhile."""
+        kinds = [spare.kind for spare in self.spares]
+        if self.shares and (self.world, step.hosts) not in kinds:
+            self.spares.append(Worker(self, step, self.world))
 
     def release(self, worker: Worker) -> None:
         """End a worker, or keep it for the next configuration."""
-        usable = worker.alone and worker.number >= 0
-        if self.smoke and usable and self.steps == "ch10_gpt2.steps":
+        if self.shares and worker.number >= 0:
             self.spares.append(worker)
         else:
             worker.close()

@@ -130,16 +130,29 @@ def needs(found: toc.Section) -> str:
 
 
 def compared(entry: dict) -> tuple[str, str]:
-    """Return what changes from row to row, and the ratios, of a record."""
-    rows = [row for row in entry["rows"] if row.get("ratio") is not None]
-    if len(rows) < 2:
+    """Return what changes from row to row, and the ratios, of a record.
+
+    Where a script made several tables, their titles say what changes.
+    """
+    tables: dict = {}
+    for row in entry["rows"]:
+        if row.get("ratio") is not None:
+            tables.setdefault(row.get("title"), []).append(row)
+    tables = {t: rows for t, rows in tables.items() if len(rows) > 1}
+    if not tables:
         return "", "recorded"
-    names = [str(row["name"]) for row in rows]
-    ratios = [ratio(row["ratio"], row.get("ratio_interval")) for row in rows]
-    if len(rows) == 2:
-        return " → ".join(names), ratios[1]
-    pairs = zip(names[1:], ratios[1:], strict=True)
-    return " → ".join(names), "; ".join(f"{n} {r}" for n, r in pairs)
+    changes, words = [], []
+    for title, rows in tables.items():
+        names = [str(row["name"]) for row in rows]
+        ratios = [
+            ratio(row["ratio"], row.get("ratio_interval")) for row in rows[1:]
+        ]
+        if len(rows) > 2:
+            pairs = zip(names[1:], ratios, strict=True)
+            ratios = ["; ".join(f"{n} {r}" for n, r in pairs)]
+        changes.append(" → ".join(names))
+        words.append(f"{title}: {ratios[0]}" if title else ratios[0])
+    return "; ".join(changes), "<br>".join(words)
 
 
 def memory_ratio(row: dict, before: dict | None) -> str:

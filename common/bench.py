@@ -166,6 +166,7 @@ def cli(
     args.smoke |= os.environ.get("BENCH_SMOKE", "0") not in ("", "0")
     args.script, args.file, args.argv = script, file, argv
     args.sections = _sections(doc)
+    args.rows, args.extra = [], {}  # of the tables so far, for the record
     expect = re.search(r"^Expect\s+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
     args.expect = " ".join(expect[1].split()) if expect else None
     if args.save:
@@ -243,7 +244,8 @@ def record(
 ) -> Path | None:
     """Keep ``rows`` with the machine and code they belong to, if asked.
 
-    The record goes to ``results/<machine>.json`` in the script's chapter
+    A script that makes several tables keeps the rows of all of them. The
+    record goes to ``results/<machine>.json`` in the script's chapter
     folder (``$BENCH_RESULTS/<chapter>/<machine>.json``, if that is set)
     under the script's dotted name; other scripts' entries are kept.
 
@@ -258,6 +260,8 @@ def record(
     Raises:
         Refusal: a smoke run, or tracked source with uncommitted changes.
     """
+    args.rows = [*args.rows, *rows]
+    args.extra = args.extra | (extra or {})
     if not args.save:
         return None
     source = _refuse_unsavable(args)
@@ -271,12 +275,10 @@ def record(
         "source": source,
         "script_sha256": script_hash(args.file),
         "method": METHOD,
-        "rows": rows,
-        **(extra or {}),
+        "rows": args.rows,
+        **args.extra,
     }
-    chapter = args.file.parent
-    if args.file.is_relative_to(ROOT):
-        chapter = ROOT / args.file.relative_to(ROOT).parts[0]
+    chapter = _chapter(args.file)
     folder = chapter / "results"
     if os.environ.get("BENCH_RESULTS"):
         folder = Path(os.environ["BENCH_RESULTS"]) / chapter.name
@@ -293,6 +295,13 @@ def record(
     write_atomic(path, text + "\n")
     print(f"recorded in {path}")
     return path
+
+
+def _chapter(file: Path) -> Path:
+    """Return the folder of the chapter that a script belongs to."""
+    if file.is_relative_to(ROOT):
+        return ROOT / file.relative_to(ROOT).parts[0]
+    return file.parent
 
 
 def _bare(word: str) -> str:
@@ -369,6 +378,7 @@ def compare(
     expect: str | None = None,
     budget_s: float = BUDGET_S,
     extra: dict | None = None,
+    title: str | None = None,
 ) -> list[dict]:
     """Prove that variants agree, time them in turn, print, record if asked.
 
@@ -390,6 +400,7 @@ def compare(
         budget_s: seconds of timing for all rows; 20 rounds take place
             whatever it is, 3 in a smoke run.
         extra: more fields of the record.
+        title: of this table, where a script makes several.
 
     Returns:
         Rows of ``judge`` in seconds per unit, with unit, worst_error,
@@ -431,13 +442,28 @@ def compare(
             "worst_error": errors[row["name"]],
             "compared": len(expected),
             "ceiling": bound_s and bound_s / per_call / row["median_s"],
-        }
-    _print_comparison(args, rows, expect or args.expect)
+        } | ({"title": title} if title else {})
+    _print_comparison(args, rows, expect or args.expect, title)
     record(args, rows, extra)
     return rows
 
 
-def _print_comparison(args, rows: list[dict], expect: str | None) -> None:
+def _print_comparison(
+    args, rows: list[dict], expect: str | None, title: str | None
+) -> None:
+    _print_head(args, expect)
+    print("", _drawn(rows, title), "", sep="\n")
+    count = rows[0]["compared"]
+    worst = max(row["worst_error"] for row in rows)
+    answers = f"answers agree (parts: {count}, worst error {worst:.2g})"
+    if not count:
+        answers = "no answers returned, none compared"
+    print(f"{answers} · {rows[0]['rounds']} paired rounds, 99% intervals")
+    _print_machine(args)
+
+
+def _drawn(rows: list[dict], title: str | None = None) -> str:
+    """Draw rows of ``compare`` as it prints them."""
     columns = {
         "name": "row",
         "median_s": f"s per {rows[0]['unit']}",
@@ -456,20 +482,20 @@ def _print_comparison(args, rows: list[dict], expect: str | None) -> None:
         }
         for row in rows
     ]
-    count = rows[0]["compared"]
-    worst = max(row["worst_error"] for row in rows)
-    answers = f"answers agree (parts: {count}, worst error {worst:.2g})"
-    if not count:
-        answers = "no answers returned, none compared"
-    print(*args.sections, sep="\n")
-    if expect:
-        print(f"expect: {expect}")
-    print("", table(shown, columns), "", sep="\n")
-    print(f"{answers} · {rows[0]['rounds']} paired rounds, 99% intervals")
-    _print_machine(args)
+    return table(shown, columns, title)
+
+
+def _print_head(args, expect: str | None = None) -> None:
+    """Print what the script is, above its first table only."""
+    if not args.rows:
+        print(*args.sections, sep="\n")
+        if expect:
+            print(f"expect: {expect}")
 
 
 def _print_machine(args) -> None:
+    if args.rows:
+        return
     print(machine.line(machine.card(args.device)))
     if args.smoke:
         print("smoke run: small and short, its figures mean nothing")
@@ -480,9 +506,45 @@ def report(
     rows: list[dict],
     columns: Sequence[str] | Mapping[str, str] | None = None,
     extra: dict | None = None,
+    title: str | None = None,
 ) -> list[dict]:
     """Print rows of counts or bytes in the same look; record if asked."""
-    print(*args.sections, "", table(rows, columns), "", sep="\n")
+    _print_head(args)
+    print("", table(rows, columns, title), "", sep="\n")
     _print_machine(args)
-    record(args, rows, extra)
+    if title:
+        rows = [row | {"title": title} for row in rows]
+    shown = args.extra.get("columns", {}) | {title or "": columns}
+    record(args, rows, (extra or {}) | {"columns": shown})
     return rows
+
+
+def left_out(args: argparse.Namespace, what: str, kind: str = "cuda") -> None:
+    """Say what this machine cannot show; show the record of one that can.
+
+    Args:
+        args: from ``cli``.
+        what: one line: what was left out, and why.
+        kind: of the device that the whole experiment needs.
+    """
+    print(f"left out: {what}")
+    chapter = _chapter(args.file)
+    found = 0
+    for name, entries in load_records(chapter).items():
+        entry = entries.get(args.script)
+        if not entry or not str(entry.get("device", "")).startswith(kind):
+            continue
+        found += 1
+        old = "" if is_current(entry, args.script) else ", an older version"
+        print(f"\nrecorded on {name}{old}:")
+        groups: dict = {}
+        for row in entry["rows"]:
+            groups.setdefault(row.get("title"), []).append(row)
+        for title, rows in groups.items():
+            if all({"iqr_s", "ceiling"} <= row.keys() for row in rows):
+                print(_drawn(rows, title))
+            else:
+                columns = entry.get("columns", {}).get(title or "")
+                print(table(rows, columns, title))
+    if not found:
+        print(f"no record of a machine with {kind.upper()} yet")

@@ -512,6 +512,36 @@ def test_a_record_says_what_it_was(arguments, clean):
     assert sorted(entries) == ["ch99_demo.demo", "ch99_demo.other"]
 
 
+def test_several_tables_make_one_record(arguments, clean, capsys):
+    args = arguments("--save")
+    bench.report(args, [{"name": "a", "n_bytes": 1}], title="First")
+    path = bench.report(args, [{"name": "b", "n": 2}], ["name"], title="Last")
+    printed = capsys.readouterr().out
+    assert printed.count("9.9.9") == printed.count("torch 2") == 1
+    assert printed.index("First") < printed.index("Last")
+    (entries,) = bench.load_records(args.file.parent).values()
+    entry = entries["ch99_demo.demo"]
+    assert [row["title"] for row in entry["rows"]] == ["First", "Last"]
+    assert entry["columns"] == {"First": None, "Last": ["name"]}
+    assert path[0]["title"] == "Last"
+
+
+def test_what_is_left_out_is_shown_from_a_record(arguments, clean, capsys):
+    args = arguments("--save")
+    bench.left_out(args, "the copy: no GPU")
+    said = capsys.readouterr().out
+    assert "left out: the copy: no GPU" in said
+    assert "no record of a machine with CUDA yet" in said
+    bench.report(args, [{"name": "copied", "n": 7}], ["name"], title="T")
+    capsys.readouterr()
+    bench.left_out(args, "the copy", kind="cpu")
+    said = capsys.readouterr().out
+    assert (
+        "recorded on" in said and "copied" in said and "n  title" not in said
+    )
+    assert "no record" not in said
+
+
 def test_records_can_be_sent_elsewhere(
     arguments, clean, tmp_path, monkeypatch
 ):

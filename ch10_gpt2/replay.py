@@ -1,0 +1,282 @@
+"""Show a recorded log piece by piece, for chapter 10's notebook.
+
+Nothing is timed here: every speed is the record's, from ``results/`` beside
+this file or from a log.json of your own.
+"""
+
+import json
+import tempfile
+import textwrap
+from pathlib import Path
+
+from ch10_gpt2 import log, predictions, train
+from common import bench, machine, notebook, tables
+
+MIB = 2**20
+SCRIPT = "ch10_gpt2.ladder"
+
+
+def load(path=None):
+    """Return a log: the newest record, or a log.json that you name.
+
+    A log has rows, machine, peaks, model, preset and final, as log.json
+    (``ch10_gpt2.log``), and ``old``, what to say of its age.
+    """
+    if path is not None:
+        try:
+            return json.loads(Path(path).read_text("utf-8")) | {"old": ""}
+        except (OSError, ValueError) as error:
+            raise bench.Refusal(f"{path}: not a log.json ({error})") from None
+    for found in notebook.records(SCRIPT).values():
+        current = bench.is_current(found, SCRIPT)
+        return found | {"old": "" if current else ", an older version"}
+    raise bench.Refusal("there is no record yet; `make log` writes a log.json")
+
+
+def about(found):
+    """Print where, when and by what a log was made."""
+    print(machine.line(found["machine"]))
+    when, source = found.get("when", ""), found.get("source", {})
+    commit = source.get("commit", "")[:7]
+    made = [when and f"recorded {when[:10]}", commit and f"commit {commit}"]
+    print(" · ".join([found["preset"], *filter(None, made)]) + found["old"])
+
+
+def model(found):
+    """Print 10.1's table: parameters, FLOPs and bytes by component."""
+    facts = found["model"]
+    rows = [
+        {
+            "component": name,
+            "parameters": count,
+            "FLOPs per token": facts["flops_per_token"][name],
+            "kept_bytes": facts["activation_bytes"][name],
+        }
+        for name, count in facts["parameters"].items()
+    ]
+    print(tables.table(rows, title=f"{found['preset']}, T = {facts['T']}"))
+
+
+def ceilings(found):
+    """Print 10.2's table: what the machine can do at best."""
+    peaks = found["peaks"]
+    rows = [
+        {"ceiling": f"GEMM {dtype}", "rate": tables.cell(rate, "_flops")}
+        for dtype, rate in peaks["gemm_flops"].items()
+    ]
+    rows += [
+        {"ceiling": name, "rate": tables.cell(rate, "_bytes_per_s")}
+        for name in ("copy", "triad", "host_to_device")
+        if (rate := peaks.get(f"{name}_bytes_per_s"))
+    ]
+    print(tables.table(rows))
+
+
+def of(found, section):
+    """Return the rows of a section; some have two, some none."""
+    return [row for row in found["rows"] if row["section"] == section]
+
+
+def section(found, number):
+    """Print what a section's steps changed, promised and brought."""
+    rows = of(found, number)
+    if not rows:
+        print(f"no step of {number} in this log")
+    for row in rows:
+        print(f"{row['step']}: {row['verdict']}")
+        for name, fact in facts(row, _before(found, row)).items():
+            if fact:
+                print(_wrapped(name, fact))
+
+
+def facts(row, before):
+    """Return what there is to say of a row, in the order of asking.
+
+    ``before`` is the row kept before it, or None.
+    """
+    said = {"change": _change(before and before["config"], row["config"])}
+    said |= {"predicted": row["predicted"], "measured": _speed(row)}
+    kinds = row["peak_bytes"].items()
+    said["peak"] = ", ".join(f"{k} {n / MIB:,.1f} MiB" for k, n in kinds)
+    if row["ratio_previous"]:
+        first = row["step"] == "summary"
+        said["speed"] = f"{row['ratio_previous']:.2f}× the "
+        said["speed"] += "first row" if first else "row kept before"
+        if row["ratio_interval"]:
+            low, high = row["ratio_interval"]
+            said["speed"] += f", 99% interval {low:.2f} to {high:.2f}"
+    if row["agreement"]:
+        a = row["agreement"]
+        said["losses"] = (
+            f"{len(row['losses'])} updates, {a['worst']:.1e} apart; "
+            f"declared {a['declared']} (at most {a['tolerance']:g})"
+        )
+    return said | {"reason": row["reason"]}
+
+
+def _before(found, row):
+    """Return the row of the same track that was kept before, or None."""
+    before = None
+    for other in found["rows"]:
+        if other is row:
+            break
+        if other["track"] == row["track"] and other["verdict"] == "kept":
+            before = other
+    return before
+
+
+def _change(before, after):
+    if not before or not after:
+        return ""
+    return ", ".join(
+        f"{name} {before.get(name)} → {value}"
+        for name, value in after.items()
+        if value != before.get(name)
+    )
+
+
+def _speed(row):
+    if not row["tokens_per_s"]:
+        return ""
+    text = f"{row['tokens_per_s']:,.0f} tokens/s"
+    if row["spread"]:
+        text += " (quartiles {:,.0f} to {:,.0f})".format(*row["spread"])
+    return text
+
+
+def _wrapped(name, fact):
+    return textwrap.fill(
+        f"  {name:10}{fact}", tables.WIDTH, subsequent_indent=" " * 12
+    )
+
+
+def track(found, name):
+    """Print the table of a whole track, "memory" or "speed"."""
+    rows = []
+    for row in found["rows"]:
+        if row["track"] != name:
+            continue
+        peak, predicted = log.main_peak(row), row.get("predicted_bytes")
+        line = {
+            "§": row["section"],
+            "step": row["step"],
+            "predicted": predicted and f"{predicted / MIB:,.0f} MiB",
+            "peak": peak and f"{peak[1] / MIB:,.0f} MiB",
+            "tokens/s": row["tokens_per_s"] and round(row["tokens_per_s"]),
+            "× before": _ratio(row["ratio_previous"]),
+            "interval": _interval(row["ratio_interval"]),
+            "× first": _ratio(row["ratio_first"]),
+            "verdict": row["verdict"],
+        }
+        if name == "speed":
+            del line["predicted"]
+        rows.append(line)
+    print(tables.table(rows, title=found["preset"]))
+
+
+def _ratio(value):
+    return f"{value:.2f}" if value else "—"
+
+
+def _interval(ends):
+    return "{:.2f} to {:.2f}".format(*ends) if ends else "—"
+
+
+def drawn(draw, *args):
+    """Display a picture that one of ``ch10_gpt2.log``'s functions draws."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.png"
+        if draw(*args, path):
+            notebook.picture(path)
+        else:
+            print("this log has too few rows for the picture")
+
+
+def speed(found):
+    """Display every step's speed against the baseline."""
+    drawn(log.draw_speed, found["rows"])
+
+
+def losses(found):
+    """Display the loss curves of all steps, one on top of the other."""
+    drawn(log.draw_losses, found["rows"])
+
+
+def memory(found):
+    """Display the peak bytes by category of each memory step."""
+    bars = [
+        (f"{row['section']} {row['step']}", row["categories"])
+        for row in found["rows"]
+        if row["track"] == "memory" and row["categories"]
+    ]
+    drawn(log.draw_memory, bars, f"{found['preset']}, by category")
+
+
+def book_memory():
+    """Display the same steps, predicted for the book's own model."""
+    cases = predictions.load()["cases"]
+    bars = [
+        (
+            f"{case['section']} {case['step']}"
+            + (f" ×{case['ranks']}" if case["ranks"] > 1 else ""),
+            case["bytes"],
+        )
+        for case in cases
+    ]
+    drawn(log.draw_memory, bars, f"Predicted: {cases[0]['case']}")
+
+
+def pictured(found, number):
+    """Display a section's recorded timeline, or bars of before and after."""
+    row = of(found, number)[-1] if of(found, number) else None
+    if row is None or row["verdict"] == "not-applicable":
+        print(f"{number}: not tried on this machine, nothing to draw")
+        return
+    folder = Path(log.__file__).parent / "results" / found["machine"]["id"]
+    name = f"timeline-{row['track']}-{number}-{row['step']}.png"
+    if (folder / name).exists():
+        notebook.picture(folder / name)
+        return
+    value = "peak_bytes" if row["track"] == "memory" else "tokens_per_s"
+    rows = [_before(found, row), *of(found, number)]
+    rows = [
+        {
+            "name": r["step"],
+            "tokens_per_s": r["tokens_per_s"],
+            "peak_bytes": (log.main_peak(r) or [None, None])[1],
+        }
+        for r in filter(None, rows)
+    ]
+    notebook.plot(rows, value, f"{row['title']} · {row['title_zh']}")
+
+
+def alike(config, *changes, updates=2):
+    """Train a little before and after each change, and lay losses together.
+
+    Prints a table and returns its rows. The times are of a few small updates
+    of a process that has just started: only the losses mean something.
+    """
+    rows = []
+    for name, tried in {
+        "as it was": config,
+        **{change.__name__: change(config) for change in changes},
+    }.items():
+        run = train.start(tried)
+        losses = [train.update(run)["loss"] for _ in range(updates)]
+        train.finish(run)
+        first = rows[0]["losses"] if rows else losses
+        apart = max(abs(a - b) for a, b in zip(losses, first, strict=True))
+        rows.append({"name": name, "losses": losses, "apart": apart})
+    print(
+        tables.table(
+            [
+                {
+                    "configuration": row["name"],
+                    "losses": ", ".join(f"{x:.5f}" for x in row["losses"]),
+                    "apart": f"{row['apart']:.1e}",
+                }
+                for row in rows
+            ]
+        )
+    )
+    return rows
