@@ -81,6 +81,20 @@ def save_checkpoint(run) -> None:
         ) from error
 
 
+def refuse_used(out: str) -> None:
+    """Refuse to begin anew where a training's checkpoint lies.
+
+    Raises:
+        Refusal: there is one.
+    """
+    path = Path(out) / "checkpoint.pt"
+    if path.exists():
+        raise Refusal(
+            f"--out {out} holds a training: add --resume to go on with it, "
+            f"name another folder, or remove {path}"
+        )
+
+
 def load_checkpoint(run) -> None:
     """Put everything back, whatever the number of ranks was.
 

@@ -32,6 +32,7 @@ import json
 import os
 import platform
 import statistics
+import textwrap
 import time
 from pathlib import Path
 
@@ -50,7 +51,7 @@ from ch10_gpt2.race import (
     start,
 )
 from ch10_gpt2.steps import TOLERANCE, Step
-from common import bench, gpt, machine, ranks, text, timers
+from common import bench, gpt, machine, ranks, tables, text, timers
 from common.judging import SMALLEST
 
 SUMMARY = {
@@ -521,11 +522,24 @@ class Book:
         bench.write_atomic(self.path, text + "\n")
 
 
+def wrapped(words: str) -> str:
+    """Indent a sentence below its step, at most 100 columns wide."""
+    margin = " " * 8
+    return textwrap.fill(
+        words,
+        tables.WIDTH,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def announce(row: dict) -> None:
     """Print what a step is and should bring, before it is measured."""
     print(f"{row['section']:8}{row['title']} ({row['step']})")
     if row["predicted"]:
-        print(f"{'':8}predicted: {row['predicted']}", flush=True)
+        print(wrapped(f"predicted: {row['predicted']}"), flush=True)
 
 
 def say(row: dict) -> None:
@@ -534,7 +548,7 @@ def say(row: dict) -> None:
     tokens = f"{rate:,.0f} tok/s, " if rate else ""
     if not row["tokens_per_s"]:
         announce(row)
-    print(f"{'':8}{tokens}{row['verdict']}: {row['reason']}", flush=True)
+    print(wrapped(f"{tokens}{row['verdict']}: {row['reason']}"), flush=True)
 
 
 def row_seconds(plan: Plan, rows_left: int) -> float:

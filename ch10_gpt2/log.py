@@ -28,7 +28,8 @@ VERDICT_COLOURS = {
     "failed": "#c44e52",
 }
 KINDS = {  # of an operator or kernel, by what its name contains
-    "loss": ("nll", "cross_entropy", "log_softmax", "logsoftmax"),
+    "loss": ("nll", "cross_entropy", "crossentropy", "log_softmax")
+    + ("logsoftmax",),
     "optimizer": ("adam", "foreach", "optimizer", "multi_tensor"),
     "communication": ("nccl", "gloo", "all_reduce", "allreduce", "allgather")
     + ("all_gather", "reduce_scatter"),

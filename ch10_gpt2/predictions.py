@@ -284,7 +284,11 @@ def main(argv=None):
     else:
         record = compute()
         same = RECORD.exists() and text(load()) == text(record)
-        print(f"{'equal to' if same else 'differs from'} {RECORD}\n")
+        show(record)
+        if not same:
+            raise SystemExit(f"this differs from {RECORD}; --save renews it")
+        print(f"equal to {RECORD}")
+        return record["cases"]
     show(record)
     return record["cases"]
 

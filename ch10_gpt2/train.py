@@ -28,7 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ch10_gpt2.checkpoints import load_checkpoint, save_checkpoint
+from ch10_gpt2.checkpoints import (
+    load_checkpoint,
+    refuse_used,
+    save_checkpoint,
+)
 from ch10_gpt2.config import (  # noqa: F401  (one name for the ladder)
     Config,
     as_dict,
@@ -416,7 +420,10 @@ def due(run, every: int) -> bool:
 
 def main(argv=None) -> list[dict]:
     """Train as the flags say; return one row per update."""
-    run = start(parse(__doc__, argv))
+    config = parse(__doc__, argv)
+    if config.out and not config.resume:
+        refuse_used(config.out)
+    run = start(config)
     try:
         if run.rank.rank == 0:
             print(machine.line(machine.card(run.device)), flush=True)

@@ -200,6 +200,11 @@ def flags(argv: list[str]) -> argparse.Namespace:
     add("--smoke", action="store_true", help="run all quickly; save nothing")
     args = parser.parse_args(argv)
     args.smoke |= os.environ.get("BENCH_SMOKE", "0") not in ("", "0")
+    if args.smoke and args.out:
+        raise bench.Refusal(
+            "--out: a smoke run saves nothing that could be carried home; "
+            "leave out one of the two (or unset BENCH_SMOKE)"
+        )
     if args.budget is not None and not args.budget > 0:
         raise bench.Refusal("--budget: needs a number of seconds above 0")
     return args

@@ -1,11 +1,13 @@
 """What holds for every test: no network, one thread, nobody's caches."""
 
 import functools
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -60,6 +62,24 @@ def namespaces() -> str | None:
         if done.returncode:
             return f"no network namespaces here: {done.stderr.strip()}"
     return None
+
+
+@pytest.fixture
+def pasted():
+    """Return a function that runs a technique's source under torch only.
+
+    What it returns is what a reader gets who pastes the technique into an
+    empty file below ``import torch``.
+    """
+
+    def paste(function):
+        module = types.ModuleType("pasted")
+        module.torch = torch
+        source = inspect.getsource(function)
+        exec(compile(source, function.__name__, "exec"), module.__dict__)
+        return getattr(module, function.__name__)
+
+    return paste
 
 
 def pytest_runtest_setup(item):

@@ -66,8 +66,8 @@ def test_a_computation_is_held_against_the_record(monkeypatch, capsys):
     assert "equal to" in capsys.readouterr().out
     other = record | {"torch": "0.0"}
     monkeypatch.setattr(predictions, "compute", lambda: other)
-    predictions.main([])
-    assert "differs from" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="differs from"):
+        predictions.main([])
 
 
 # --- the committed record ---------------------------------------------------

@@ -216,6 +216,7 @@ def test_refuses_a_checkpoint_that_does_not_fit(tmp_path, capsys):
     assert "there is no" in sentence and "checkpoint.pt" in sentence
     train.main(argv)
     kept = read(tmp_path)
+    assert "holds a training: add --resume" in refused(argv, capsys)
     sentence = refused([*argv, "--resume", "--lr", "1"], capsys)
     assert "another training: lr 0.0006 (now 1.0)" in sentence
     sentence = refused([*argv, "--resume", "--T", "8"], capsys)
