@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from common import machine, timers
 from common.answers import TOLERANCE, Mismatch, agree, parts
 from common.judging import bootstrap_ratio as bootstrap_ratio
 from common.judging import judge
-from common.tables import table
+from common.tables import WIDTH, table
 
 METHOD = 2  # rises when measuring or judging changes: old records show it
 ROOT = Path(__file__).resolve().parent.parent
@@ -443,7 +444,7 @@ def compare(
             "compared": len(expected),
             "ceiling": bound_s and bound_s / per_call / row["median_s"],
         } | ({"title": title} if title else {})
-    _print_comparison(args, rows, expect or args.expect, title)
+    _print_comparison(args, rows, expect, title)
     record(args, rows, extra)
     return rows
 
@@ -485,12 +486,16 @@ def _drawn(rows: list[dict], title: str | None = None) -> str:
     return table(shown, columns, title)
 
 
-def _print_head(args, expect: str | None = None) -> None:
-    """Print what the script is, above its first table only."""
+def _print_head(args, expect: str | None) -> None:
+    """Print what a table should show; above the first, what the script is."""
     if not args.rows:
         print(*args.sections, sep="\n")
-        if expect:
-            print(f"expect: {expect}")
+        expect = expect or args.expect
+    elif expect:
+        print()
+    if expect:
+        words = f"expect: {expect}"
+        print(textwrap.fill(words, WIDTH, subsequent_indent=" " * 8))
 
 
 def _print_machine(args) -> None:
@@ -507,9 +512,10 @@ def report(
     columns: Sequence[str] | Mapping[str, str] | None = None,
     extra: dict | None = None,
     title: str | None = None,
+    expect: str | None = None,
 ) -> list[dict]:
     """Print rows of counts or bytes in the same look; record if asked."""
-    _print_head(args)
+    _print_head(args, expect)
     print("", table(rows, columns, title), "", sep="\n")
     _print_machine(args)
     if title:
