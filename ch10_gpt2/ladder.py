@@ -810,8 +810,16 @@ def sources() -> list[Path]:
     found = [bench.ROOT / "ch10_gpt2" / f"{n}.py" for n in (*own, "windows")]
     found += [bench.ROOT / "common" / f"{name}.py" for name in lent]
     operator = bench.ROOT / "ch09_advanced" / "custom_op"
-    found += [operator / "__init__.py", operator / "cross_entropy.cpp"]
-    return [*found, Path(training_memory.__file__)]
+    found += [operator / "cross_entropy.cpp"]
+    module = importlib.import_module("ch10_gpt2.steps")
+    shown = [
+        name.partition(":")[0]
+        for step in module.MEMORY + module.SPEED
+        for name in step.shows
+        if ":" in name
+    ]
+    found += [Path(importlib.import_module(name).__file__) for name in shown]
+    return list(dict.fromkeys([*found, Path(training_memory.__file__)]))
 
 
 def digest(path: str | Path) -> str:

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
+from ch06_single_gpu_perf.fused_operators import fused_attention
 from ch07_memory import training_memory
 from ch07_memory.training_memory import (
-    fused_attention,
     largest_batch,
     predict,
     recompute_block,

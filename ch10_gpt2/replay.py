@@ -146,7 +146,7 @@ def _speed(row):
 
 def _wrapped(name, fact):
     return textwrap.fill(
-        f"  {name:10}{fact}", tables.WIDTH, subsequent_indent=" " * 12
+        f"  {name:11}{fact}", tables.WIDTH, subsequent_indent=" " * 13
     )
 
 

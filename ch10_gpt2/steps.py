@@ -232,7 +232,7 @@ def accumulate_gradients(config):
     "10.3.3",
     "Recomputation",
     "開啟即時重算前向張量",
-    shows=("recompute_block",),
+    shows=("ch07_memory.training_memory:recompute_block",),
 )
 def recompute_blocks(config):
     """Keep only the input of each block and compute the rest again in
@@ -247,7 +247,7 @@ def recompute_blocks(config):
     "Memory-friendly optimizer",
     "使用顯示記憶體友善的最佳化器模式",
     agreement="close",
-    shows=("make_optimizer",),
+    shows=("make_optimizer", "ch06_single_gpu_perf.optimizer_kernels:adamw"),
 )
 def loop_optimizer(config):
     """Step one parameter after the other (foreach=False): the temporaries
@@ -318,7 +318,7 @@ def loader_workers(config):
     "Asynchronous copies",
     "使用非同步介面完成資料傳輸",
     needs=("accelerator",),
-    shows=("prefetched",),
+    shows=("ch06_single_gpu_perf.overlap_copies:prefetched",),
     bound=no_blocking_copies,
 )
 def asynchronous_copies(config):
@@ -347,7 +347,7 @@ def tokenise_once(config):
     "Fused attention",
     "使用融合運算元",
     agreement="close",
-    shows=("fused_attention",),
+    shows=("ch06_single_gpu_perf.fused_operators:fused_attention",),
     bound=no_score_matrix,
 )
 def fused_attention(config):
@@ -378,7 +378,7 @@ def keep_freed_memory(config):
     "Fused AdamW",
     "使用性能特化的最佳化器實現",
     agreement="close",
-    shows=("make_optimizer",),
+    shows=("make_optimizer", "ch06_single_gpu_perf.optimizer_kernels:adamw"),
     bound=one_pass_over_the_state,
 )
 def fused_adamw(config):

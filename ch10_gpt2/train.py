@@ -1,9 +1,9 @@
 """Train GPT-2, alone or on many ranks: every technique of chapter 10's log.
 
-Each is a small function here, or one line of ``start``; ``config.Config``
-says which are on and ``windows`` brings the data.  The defaults are the log's
-baseline, an honest first version; the log ends with the flags that are worth
-using on your machine.
+Each is a function of an earlier chapter, a small one here, or one line of
+``start``; ``config.Config`` says which are on, ``windows`` brings the data.
+The defaults are the log's baseline, an honest first version; the log ends
+with the flags that are worth using on your machine.
 
 Run       python -m ch10_gpt2.train --preset gpt2 --data my.txt
           torchrun --nproc-per-node=2 -m ch10_gpt2.train --parallel ddp
@@ -24,10 +24,12 @@ import types
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ch06_single_gpu_perf.fused_operators import fused_attention
+from ch06_single_gpu_perf.optimizer_kernels import adamw
+from ch06_single_gpu_perf.overlap_copies import prefetched
+from ch07_memory.training_memory import recompute_block
 from ch10_gpt2.checkpoints import (
     load_checkpoint,
     refuse_used,
@@ -55,7 +57,6 @@ from ch10_gpt2.windows import (  # noqa: F401
     blocking,
     make_loader,
     open_data,
-    prefetched,
 )
 from common import bench, gpt, machine, ranks, seeding
 from common.bench import Refusal
@@ -65,19 +66,6 @@ clock = time.perf_counter  # seconds; replaced in tests
 
 
 # --- the model's techniques -------------------------------------------------
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Mix tile by tile with a running softmax: no (T, T) in memory."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def recompute_block(block: nn.Module, x: Tensor) -> Tensor:
-    """Keep a block's input only; backward computes the rest again.
-
-    The random state is put back first, or dropout would drop others.
-    """
-    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=True)
 
 
 ATTENTION = {"plain": gpt.plain_attention, "fused": fused_attention}
@@ -140,22 +128,14 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW: tensor by tensor, operation by operation over all, or fused.
-
-    Biases and norms (one dimension) do not decay.
-    """
+    """AdamW in one of its forms; biases and norms (one dimension) stay."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        betas=(0.9, 0.95),
-        foreach=config.optimizer == "foreach",
-        fused=config.optimizer == "fused",
-    )
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return adamw(groups, config.optimizer, lr=config.lr, betas=(0.9, 0.95))
 
 
 def learning_rate(config: Config, update: int) -> float:

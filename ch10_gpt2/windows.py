@@ -5,7 +5,6 @@ number of ranks or of loader workers, so that losses can be compared, and a
 training resumes from one number.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -139,26 +138,3 @@ def blocking(batches: Iterable, device: torch.device) -> Iterator:
     """Copy each batch when it is asked for, and wait for it."""
     for batch in batches:
         yield [tensor.to(device) for tensor in batch]
-
-
-def prefetched(batches: Iterable, device: torch.device) -> Iterator:
-    """Copy the next batch on a side stream while this one is computed.
-
-    Needs pinned memory. Only CUDA has streams here; elsewhere the next
-    batch is merely fetched early.
-    """
-    cuda = device.type == "cuda"
-    side = torch.cuda.Stream(device) if cuda else None
-    ahead = None
-    for batch in itertools.chain(batches, [None]):
-        ready = ahead
-        if cuda and ready:  # compute waits for the copy, the host does not
-            compute = torch.cuda.current_stream(device)
-            compute.wait_stream(side)
-            for tensor in ready:  # not to be reused before compute is done
-                tensor.record_stream(compute)
-        if batch:
-            with torch.cuda.stream(side) if cuda else contextlib.nullcontext():
-                ahead = [t.to(device, non_blocking=True) for t in batch]
-        if ready:
-            yield ready

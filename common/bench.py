@@ -365,6 +365,24 @@ def _bound_s(flops, bytes, dtype: str, device: torch.device) -> float | None:
     return max(bounds, default=None)
 
 
+def _agreeing(variants, tolerance, gradients) -> tuple[list, dict, int]:
+    """Make the variants; return them, their errors, and the parts compared."""
+    functions, errors, expected = [], {}, None
+    for name, factory in variants.items():
+        gc.collect()
+        functions.append(factory())
+        found = dict(parts(functions[-1]()))
+        if expected is None:
+            baseline, expected = name, found
+        limits = tolerance
+        if isinstance(tolerance, Mapping):
+            limits = tolerance.get(name, TOLERANCE)
+        errors[name] = agree(
+            name, found, baseline, expected, limits, gradients
+        )
+    return functions, errors, len(expected)
+
+
 def compare(
     args: argparse.Namespace,
     variants: Mapping[str, Callable[[], Callable[[], object]]],
@@ -410,19 +428,12 @@ def compare(
     Raises:
         Mismatch: before anything is timed.
     """
-    functions, errors, expected = [], {}, None
-    for name, factory in variants.items():
-        gc.collect()
-        functions.append(factory())
-        found = dict(parts(functions[-1]()))
-        if expected is None:
-            baseline, expected = name, found
-        limits = tolerance
-        if isinstance(tolerance, Mapping):
-            limits = tolerance.get(name, TOLERANCE)
-        errors[name] = agree(
-            name, found, baseline, expected, limits, gradients
-        )
+    gc.collect()  # once in full; below only what the variants leave
+    gc.freeze()
+    try:
+        functions, errors, count = _agreeing(variants, tolerance, gradients)
+    finally:
+        gc.unfreeze()
     samples = timers.take_turns(
         functions,
         args.device,
@@ -441,7 +452,7 @@ def compare(
         row |= {
             "unit": unit,
             "worst_error": errors[row["name"]],
-            "compared": len(expected),
+            "compared": count,
             "ceiling": bound_s and bound_s / per_call / row["median_s"],
         } | ({"title": title} if title else {})
     _print_comparison(args, rows, expect, title)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ch09_advanced import custom_op
-from ch10_gpt2 import metrics, train, windows
+from ch10_gpt2 import metrics, train
 from common import gpt, ranks, text
 from common.bench import Refusal
 from common.gpt import IGNORED
@@ -524,140 +524,6 @@ def test_the_loader_asks_for_nothing_that_is_not_there():
             assert not loader.pin_memory
             if not config.workers:
                 next(iter(loader))
-
-
-def test_prefetching_yields_each_batch_once_in_order():
-    source = [[torch.tensor([i]), torch.tensor([-i])] for i in range(4)]
-    for count in (0, 1, 4):
-        got = windows.prefetched(source[:count], torch.device("cpu"))
-        assert [int(ids) for ids, _ in got] == list(range(count))
-
-
-class Streams:
-    """Stand for CUDA's streams and tensors; note who did what, in order."""
-
-    def __init__(self, monkeypatch):
-        self.now, self.done = "compute", []
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
-        monkeypatch.setattr(
-            torch.cuda, "current_stream", lambda device: self.waiter(self.now)
-        )
-        monkeypatch.setattr(torch.cuda, "stream", self.switched)
-
-    def waiter(self, name):
-        return types.SimpleNamespace(
-            name=name,
-            wait_stream=lambda other: self.done.append(
-                f"{name} after {other}"
-            ),
-        )
-
-    @contextlib.contextmanager
-    def switched(self, name):
-        before, self.now = self.now, name
-        yield
-        self.now = before
-
-    def tensor(self, name):
-        def to(device, non_blocking=False):
-            assert non_blocking
-            self.done.append(f"{self.now} copies {name}")
-            return tensor
-
-        def record_stream(stream):
-            self.done.append(f"{stream.name} keeps {name}")
-
-        tensor = types.SimpleNamespace(to=to, record_stream=record_stream)
-        return tensor
-
-
-def test_prefetching_waits_keeps_and_only_then_copies_on(monkeypatch):
-    streams = Streams(monkeypatch)
-    source = [
-        [streams.tensor(f"{kind}{i}") for kind in "xy"] for i in range(3)
-    ]
-    for i, _ in enumerate(windows.prefetched(source, torch.device("cuda"))):
-        streams.done.append(f"compute reads {i}")
-
-    def copies(i):
-        return [f"side copies x{i}", f"side copies y{i}"]
-
-    def waits(i):
-        kept = [f"compute keeps x{i}", f"compute keeps y{i}"]
-        return ["compute after side", *kept]
-
-    assert streams.done == [
-        *copies(0),
-        *waits(0),  # before the next copy, or that is waited for as well
-        *copies(1),
-        "compute reads 0",
-        *waits(1),
-        *copies(2),
-        "compute reads 1",
-        *waits(2),
-        "compute reads 2",
-    ]
-
-
-LATE = 100_000_000  # cycles, some 50 ms: what is not waited for comes first
-
-
-class Late:
-    """A pinned batch whose copy starts late; -1 lies there meanwhile."""
-
-    def __init__(self, value):
-        self.value = torch.full((1 << 20,), value).pin_memory()
-
-    def to(self, device, non_blocking):
-        there = torch.empty_like(self.value, device=device).fill_(-1)
-        torch.cuda._sleep(LATE)
-        return there.copy_(self.value, non_blocking=non_blocking)
-
-
-@pytest.mark.gpu
-def test_compute_waits_for_a_prefetched_batch(monkeypatch):
-    device = torch.device("cuda")
-
-    def right():
-        source = [[Late(i), Late(i)] for i in range(4)]
-        torch.cuda.synchronize()
-        found = []
-        for i, pair in enumerate(windows.prefetched(source, device)):
-            found.append(all(bool(torch.all(part == i)) for part in pair))
-        torch.cuda.synchronize()
-        return found
-
-    assert right() == [True] * 4  # which also loads the kernels
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
-    assert not all(right())
-
-
-@pytest.mark.gpu
-def test_a_prefetched_batch_is_not_overwritten_while_compute_is_late(
-    monkeypatch,
-):
-    device = torch.device("cuda")
-
-    def right():
-        source = [
-            [torch.full((1 << 20,), i).pin_memory() for _ in "xy"]
-            for i in range(8)
-        ]
-        kept = torch.empty(8, 2, 1 << 20, dtype=torch.int64, device=device)
-        torch.cuda.synchronize()
-        batches = windows.prefetched(source, device)
-        for row in kept:  # the host queues it all and waits for nothing
-            pair = next(batches)
-            torch.cuda._sleep(LATE)
-            for place, part in zip(row, pair, strict=True):
-                place.copy_(part)
-            del pair, part
-        torch.cuda.synchronize()
-        return [bool(torch.all(row == i)) for i, row in enumerate(kept)]
-
-    assert right() == [True] * 8
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    assert not all(right())
 
 
 @pytest.mark.gpu

@@ -1,0 +1,127 @@
+"""A recorded log, shown piece by piece."""
+
+import json
+
+import pytest
+
+from ch10_gpt2 import replay, steps, train
+from common import bench, notebook
+
+
+@pytest.fixture
+def found():
+    try:
+        return replay.load()
+    except bench.Refusal:
+        pytest.skip("no log is recorded")
+
+
+def row(section, step, verdict="kept", track="speed", **values):
+    empty = dict.fromkeys(
+        "predicted tokens_per_s spread ratio_previous ratio_interval "
+        "ratio_first agreement config categories".split()
+    )
+    rest = {"peak_bytes": {}, "losses": [], "reason": "", "title": step}
+    names = {"section": section, "step": step, "verdict": verdict}
+    return empty | rest | names | {"track": track, "title_zh": ""} | values
+
+
+LOG = {
+    "preset": "gpt2-tiny",
+    "machine": {"id": "x"},
+    "rows": [
+        row("10.3.1", "memory_baseline", track="memory", config={"a": 9}),
+        row("10.4.1", "speed_baseline", config={"a": 1, "b": 2}),
+        row("10.4.2", "larger_batch", "reverted", config={"a": 5, "b": 2}),
+        row(
+            "10.4.5",
+            "compiled_graph",
+            config={"a": 1, "b": 3},
+            predicted="about 2.00x",
+            tokens_per_s=1234.4,
+            spread=[1200.0, 1300.0],
+            ratio_previous=1.5,
+            ratio_interval=[1.4, 1.6],
+            ratio_first=1.5,
+            peak_bytes={"tracked": 3 << 20},
+            losses=[2.0, 1.0],
+            agreement={"worst": 1e-6, "declared": "close", "tolerance": 2e-4},
+            reason="faster " * 20,
+        ),
+        row("10.4.4", "asynchronous_copies", "not-applicable"),
+    ],
+}
+
+
+def test_a_section_tells_change_promise_and_result(capsys):
+    replay.section(LOG, "10.4.5")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:7] == [
+        "compiled_graph: kept",
+        "  change     b 2 → 3",  # against the kept row, not the reverted one
+        "  predicted  about 2.00x",
+        "  measured   1,234 tokens/s (quartiles 1,200 to 1,300)",
+        "  peak       tracked 3.0 MiB",
+        "  speed      1.50× the row kept before, 99% interval 1.40 to 1.60",
+        "  losses     2 updates, 1.0e-06 apart; declared close "
+        "(at most 0.0002)",
+    ]
+    assert max(map(len, lines)) <= 100 and lines[8].startswith(" " * 13 + "f")
+
+
+def test_tracks_do_not_mix_and_gaps_are_said(capsys):
+    replay.section(LOG, "10.4.1")
+    assert "change" not in capsys.readouterr().out
+    replay.section(LOG, "10.4.9")
+    assert capsys.readouterr().out == "no step of 10.4.9 in this log\n"
+    replay.pictured(LOG, "10.4.4")
+    assert "not tried" in capsys.readouterr().out
+    replay.track(LOG, "speed")
+    out = capsys.readouterr().out
+    assert "memory_baseline" not in out and "1.40 to 1.60" in out
+    replay.speed(LOG)
+    assert "too few rows" in capsys.readouterr().out
+
+
+def test_bars_stand_in_for_a_timeline(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(notebook, "plot", lambda *args: drawn.append(args))
+    replay.pictured(LOG, "10.4.5")
+    ((rows, value, _),) = drawn
+    assert value == "tokens_per_s"
+    assert [r["name"] for r in rows] == ["speed_baseline", "compiled_graph"]
+
+
+def test_every_section_of_the_record_can_be_shown(found, capsys):
+    replay.about(found)
+    replay.model(found)
+    replay.ceilings(found)
+    for section in {r["section"] for r in found["rows"]}:
+        replay.section(found, section)
+        replay.pictured(found, section)
+    for name in ("memory", "speed"):
+        replay.track(found, name)
+    for draw in (replay.speed, replay.losses, replay.memory):
+        draw(found)
+    replay.book_memory()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_change_is_tried_at_once(capsys):
+    config = train.Config(
+        "gpt2-tiny", T=16, sequences=2, micro_batch=2, steps=2, warmup=1
+    )
+    rows = replay.alike(config, steps.accumulate_gradients)
+    assert [r["name"] for r in rows] == ["as it was", "accumulate_gradients"]
+    assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], abs=1e-4)
+    assert "accumulate_gradients" in capsys.readouterr().out
+
+
+def test_a_log_of_the_readers_own(tmp_path, found):
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps(LOG))
+    assert replay.load(path)["preset"] == "gpt2-tiny"
+    path.write_text("{")
+    with pytest.raises(bench.Refusal, match="not a log.json"):
+        replay.load(path)
