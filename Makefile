@@ -1,10 +1,12 @@
 # make log       set up, then run chapter 10's optimisation log
 # make test      set up, then lint and test
+# make lab       set up, then read the chapters' notebooks in JupyterLab
+# make notebooks set up, then execute all notebooks and keep their outputs
 # make index     renew the tables of the READMEs
 #
 # PYTHON=python3.12   which Python makes the environment (3.11 to 3.14)
 # VENV=               empty: use PYTHON's own environment, install nothing
-# ARGS="--smoke"      handed to the log, or to pytest
+# ARGS="--smoke"      handed to the log, to pytest, the notebooks or JupyterLab
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,7 +36,7 @@ echo "Installing $(firstword $(1)) into $(VENV): minutes, once"; \
 for file in $(1); do cksum < $$file > "$(VENV)/$$file.installed"; done
 endef
 
-.PHONY: log test index
+.PHONY: log test lab notebooks index
 
 log:
 	$(call install,requirements.txt)
@@ -45,6 +47,16 @@ test:
 	@"$(RUN)" -m ruff check .
 	@"$(RUN)" -m ruff format --check .
 	@"$(RUN)" -m pytest --timeout 600 $(ARGS)
+
+lab:
+	$(call install,requirements.txt)
+	@PYTHONPATH="$(CURDIR)" "$(RUN)" -m jupyterlab --ServerApp.ip=127.0.0.1 \
+		--LabApp.app_settings_dir="$(CURDIR)/chapters/lab" \
+		--LabApp.default_url=/lab/tree/README.md $(ARGS)
+
+notebooks:
+	$(call install,requirements.txt)
+	@"$(RUN)" -m chapters notebooks $(ARGS)
 
 index:
 	$(call install,requirements.txt)

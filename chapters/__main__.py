@@ -5,12 +5,13 @@ python -m chapters SECTION [FLAG …]   run a section or a chapter
 python -m chapters SECTION --source   show its source instead
 python -m chapters record --help      run everything and keep records
 python -m chapters index [--check]    renew the tables of the READMEs
+python -m chapters notebooks --help   execute the notebooks
 """
 
 import subprocess
 import sys
 
-from chapters import index, record, toc
+from chapters import index, notebooks, record, toc
 from common import bench
 
 
@@ -89,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         return record.main(rest)
     if first == "index":
         return index.main(rest)
+    if first == "notebooks":
+        return notebooks.main(rest)
     found = toc.section(first)
     if found.kind == "summary":
         raise bench.Refusal(f"{found.heading}: a summary, there is no script")

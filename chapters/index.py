@@ -15,8 +15,8 @@ from common import bench, judging, machine
 BEGIN, END = "<!-- index:begin -->", "<!-- index:end -->"
 NEEDS = {"cuda": "GPU", "ranks": "processes", "root": "root"}
 WORDS = {
-    "en": ("chapter", "built", "recorded on", "title"),
-    "zh": ("章", "已完成", "記錄所用機器", "title_zh"),
+    "en": ("chapter", "built", "recorded on", "title", "notebook"),
+    "zh": ("章", "已完成", "記錄所用機器", "title_zh", "筆記本"),
 }
 
 
@@ -247,7 +247,7 @@ def benchmark_table() -> str:
 
 def book_table(language: str) -> str:
     """Return the table of the chapters, for the front page."""
-    chapter, built, where, title = WORDS[language]
+    chapter, built, where, title, word = WORDS[language]
     rows = []
     for found in toc.load().values():
         if found.kind != "chapter":
@@ -258,6 +258,8 @@ def book_table(language: str) -> str:
         name = getattr(found, title)
         if (path / "README.md").exists():
             name = f"[{name}]({found.folder}/README.md)"
+        for notebook in sorted(path.glob("*.ipynb")):
+            name += f" ([{word}]({found.folder}/{notebook.name}))"
         machines = dict.fromkeys(m for leaf in leaves for m in recorded(leaf))
         rows.append(
             [

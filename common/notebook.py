@@ -4,10 +4,12 @@ Everything also works outside IPython (text goes to the terminal), so that
 a notebook's cells can be tried in any Python.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
 import io
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +65,15 @@ def cjk_font() -> str | None:
     """Return a font of this machine that has Chinese characters, or None."""
     from matplotlib import font_manager
 
-    found = {font.name for font in font_manager.fontManager.ttflist}
+    known = font_manager.fontManager
+    found = {font.name for font in known.ttflist}
+    if not found & set(CJK_FONTS):  # one installed since the list was made?
+        marks = "cjk wqy pingfang jhenghei msjh heiti fallback noto".split()
+        for path in font_manager.findSystemFonts():
+            if any(mark in Path(path).name.lower() for mark in marks):
+                with contextlib.suppress(RuntimeError, OSError):
+                    known.addfont(path)
+        found = {font.name for font in known.ttflist}
     return next((name for name in CJK_FONTS if name in found), None)
 
 
@@ -139,23 +149,40 @@ def bars(
 
 
 def _bars(axes, rows: Sequence[Mapping], value: str) -> None:
-    heights = [row[value] for row in rows]
+    most = max((row[value] for row in rows), default=0)
+    size, unit = _unit(most, value)
+    if rows and "unit" in rows[0] and value.endswith("_s"):
+        unit += f" per {rows[0]['unit']}"
+    widths = [row[value] / size for row in rows]
     spread = None
     if value == "median_s" and all("q1_s" in row for row in rows):
         spread = [
-            [row["median_s"] - row["q1_s"] for row in rows],
-            [row["q3_s"] - row["median_s"] for row in rows],
+            [(row["median_s"] - row["q1_s"]) / size for row in rows],
+            [(row["q3_s"] - row["median_s"]) / size for row in rows],
         ]
-    axes.barh(range(len(rows)), heights, xerr=spread, capsize=3, height=0.7)
+    axes.barh(range(len(rows)), widths, xerr=spread, capsize=3, height=0.7)
     axes.set_yticks(range(len(rows)), [label(name_of(row)) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.18)
-    for i, height in enumerate(heights):
-        right = height + (spread[1][i] if spread else 0)
-        axes.text(right, i, " " + tables.cell(height, value), va="center")
-    unit = rows[0].get("unit") if rows else None
-    axes.set_xlabel(f"s per {unit}" if unit else value.replace("_", " "))
+    for i, (width, row) in enumerate(zip(widths, rows, strict=True)):
+        right = width + (spread[1][i] if spread else 0)
+        axes.text(right, i, " " + tables.cell(row[value], value), va="center")
+    axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _unit(most: float, key: str) -> tuple[float, str]:
+    """Return the size and the name of the unit that an axis is drawn in."""
+    text = tables.cell(float(most), key).split(" ")
+    name = key.replace("_", " ")
+    if len(text) == 1:  # a number without a unit
+        return 1, name
+    name = name.rsplit(" per s")[0].rsplit(" ", 1)[0]
+    size = most / float(text[0]) if most else 1
+    # what is written has few digits: the unit is the nearest power
+    step = 1024 if text[1].endswith("iB") else 10
+    size = float(step) ** round(math.log(size, step))
+    return size, f"{name} ({text[1]})" if name != "median" else text[1]
 
 
 def lines(

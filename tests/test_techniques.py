@@ -4,6 +4,7 @@ import builtins
 import dis
 import importlib
 import inspect
+import textwrap
 import types
 
 import pytest
@@ -13,7 +14,7 @@ from chapters import toc
 
 LIMIT = 25  # lines, docstring included
 # a tool that readers hand a step of their own, and a model on one page
-LONGER = {"hidden_syncs": 80}
+LONGER = {"hidden_syncs": 80, "Tape": 99}
 
 
 def scripts():
@@ -23,7 +24,7 @@ def scripts():
         for section in toc.load().values()
         if not section.planned and section.kind == "leaf"
         for module in section.modules
-        if module.startswith("ch06_")
+        if module.startswith(("ch03_", "ch06_"))
     }
     return sorted(found)
 
@@ -40,13 +41,15 @@ def free_names(code):
 
 def foreign(function, limit=LIMIT):
     """Return what keeps a function from being pasted, or nothing."""
-    lines = inspect.getsource(function).rstrip().count("\n") + 1
+    source = textwrap.dedent(inspect.getsource(function)).rstrip()
+    lines = source.count("\n") + 1
     if lines > limit:
         return f"{lines} lines"
     known = {"torch", function.__name__, *dir(builtins)}
     # names of a class body, and of what the function itself defines
     known |= {"__name__", "__module__", "__qualname__"}
-    names = set(free_names(function.__code__)) - known
+    code = compile(source, function.__name__, "exec")
+    names = set(free_names(code)) - known
     return f"reads {', '.join(sorted(names))}" if names else None
 
 
