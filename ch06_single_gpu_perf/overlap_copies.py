@@ -214,7 +214,7 @@ def in_words(copy_s, compute_s, predicted):
     rows = ", ".join(f"{n} {tables.seconds(s)}" for n, s in predicted.items())
     return (
         f"copy {tables.seconds(copy_s)}, compute {tables.seconds(compute_s)} "
-        f"per batch when alone;\n        {rows}"
+        f"per batch when alone; {rows}"
     )
 
 

@@ -362,7 +362,7 @@ def fused_attention(config):
     "Keep freed memory",
     "避免張量的建立銷耗",
     needs=("glibc",),
-    shows=("keep_freed_memory",),
+    shows=("ch06_single_gpu_perf.tensor_creation:keep_freed_memory",),
     bound=no_page_faults,
 )
 def keep_freed_memory(config):

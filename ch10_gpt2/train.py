@@ -15,7 +15,6 @@ MFU       tokens/s x FLOPs per token / (ranks x peak), with FLOPs per token
 """
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import math
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from ch06_single_gpu_perf.fused_operators import fused_attention
 from ch06_single_gpu_perf.optimizer_kernels import adamw
 from ch06_single_gpu_perf.overlap_copies import prefetched
+from ch06_single_gpu_perf.tensor_creation import keep_freed_memory
 from ch07_memory.training_memory import recompute_block
 from ch10_gpt2.checkpoints import (
     load_checkpoint,
@@ -87,22 +87,6 @@ def make_model(config: Config) -> gpt.GPT:
         loss=loss,
         run_block=RECOMPUTE[config.recompute],
     )
-
-
-def keep_freed_memory() -> bool:
-    """Keep what tensors free instead of giving it back to the system.
-
-    By default glibc maps large tensors one by one and unmaps them when they
-    die; the next one's pages are then faulted in and zeroed again, 4 KiB at
-    a time. For the whole process; resident memory grows by the largest
-    tensors. False where there is no glibc.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    # M_MMAP_MAX = 0: no maps; M_TRIM_THRESHOLD at its largest: no giving back
-    return bool(mallopt(-4, 0) and mallopt(-1, 2**31 - 1))
 
 
 def shard(model: gpt.GPT, device: torch.device) -> gpt.GPT:

@@ -544,7 +544,8 @@ def left_out(args: argparse.Namespace, what: str, kind: str = "cuda") -> None:
         what: one line: what was left out, and why.
         kind: of the device that the whole experiment needs.
     """
-    print(f"left out: {what}")
+    words = f"left out: {what}"
+    print(textwrap.fill(words, WIDTH, subsequent_indent=" " * 10))
     chapter = _chapter(args.file)
     found = 0
     for name, entries in load_records(chapter).items():

@@ -1,0 +1,130 @@
+"""3.1.3: address arithmetic equals indexing."""
+
+import io
+import itertools
+import json
+
+import pytest
+import torch
+
+from ch03_pytorch_basics import strides
+from ch03_pytorch_basics.strides import (
+    dense_strides,
+    element_address,
+    element_at,
+    memory_map,
+)
+
+CPU = torch.device("cpu")
+
+
+def views():
+    """Yield views over many storages, layouts and types."""
+    for dtype in (torch.float32, torch.float64, torch.uint8, torch.complex64):
+        x = torch.arange(120).to(dtype).view(2, 3, 4, 5)
+        yield x
+        yield x.permute(3, 1, 0, 2)
+        yield x[1, :, 1::2, ::3]
+        yield x[:, 1:2].expand(2, 3, 4, 5)
+        yield x.to(memory_format=torch.channels_last)
+        yield x.diagonal(0, 2, 3)
+        yield x[0, 0].unfold(1, 2, 2)
+        yield x[1, 2, 3, 4]
+
+
+def test_address_arithmetic_equals_indexing():
+    for x in views():
+        places = memory_map(x)
+        assert places.shape == x.shape
+        for index in itertools.product(*map(range, x.shape)):
+            assert element_address(x, index) == x[index].data_ptr()
+            assert element_at(x, index) == x[index]
+            assert places[index] == x[index].storage_offset()
+
+
+def test_addresses_without_the_offset_are_caught():
+    def careless(tensor, index):
+        steps = zip(index, tensor.stride(), strict=True)
+        place = sum(i * stride for i, stride in steps)
+        start = tensor.untyped_storage().data_ptr()
+        return start + place * tensor.element_size()
+
+    x = torch.arange(24.0).view(4, 6)
+    assert careless(x, (1, 2)) == x[1, 2].data_ptr()
+    assert careless(x[1:], (1, 2)) != x[1:][1, 2].data_ptr()
+    assert element_address(x[1:], (1, 2)) == x[2, 2].data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 1), (2, 1, 3, 1)])
+def test_strides_of_memory_without_gaps(shape):
+    x = torch.empty(shape)
+    assert dense_strides(shape, (0, 1, 2, 3)) == x.stride()
+    last = torch.empty(shape, memory_format=torch.channels_last)
+    assert dense_strides(shape, (0, 2, 3, 1)) == last.stride()
+
+
+def test_an_element_may_be_named_often_or_never():
+    rows = {row["name"]: row for row in strides.described(CPU)}
+    assert rows["expanded (3, 6)"]["elements"] == 18
+    assert rows["expanded (3, 6)"]["memory_elements"] == 6
+    assert rows["columns 1::2"]["places"][:4] == [1, 3, 5, 7]
+    assert rows["channels_last"]["order"] == "channels_last"
+    assert rows["transposed"]["order"] == "neither"
+
+
+@pytest.mark.parametrize("add", [strides.add_rows, strides.add_after_copy])
+def test_the_order_in_memory_changes_no_number(add):
+    a = torch.randn(6, 6, requires_grad=True)
+    b = torch.randn(6, 6)
+    columns = b.t().contiguous().t()
+    assert torch.equal(add(a, columns), a + b)
+    (grad,) = torch.autograd.grad(add(a, columns).square().sum(), a)
+    (expected,) = torch.autograd.grad((a + b).square().sum(), a)
+    assert torch.equal(grad, expected)
+
+
+def test_convolutions_of_both_orders_and_their_gradients():
+    x = torch.randn(2, 4, 5, 5)
+    weight = torch.randn(4, 4, 3, 3)
+    answers = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        w = weight.clone(memory_format=order).requires_grad_()
+        y = strides.convolve(x.to(memory_format=order), w)
+        assert y.is_contiguous(memory_format=order)
+        y.square().sum().backward()
+        answers.append((y, w.grad))
+    torch.testing.assert_close(*[y for y, _ in answers])
+    torch.testing.assert_close(*[g for _, g in answers], rtol=1e-4, atol=1e-4)
+
+
+def test_smoke(capsys):
+    rows = strides.main(["--smoke", "--device", "cpu"])
+    shown = capsys.readouterr()
+    assert not shown.err
+    assert all(len(line) <= 100 for line in shown.out.splitlines())
+    rows = json.loads(json.dumps(rows))  # as a record gives them
+    drawn = strides.figure(rows)
+    assert len(drawn.axes) == len(strides.layouts(CPU))
+    # every strip has 24 cells, and as many numbers as places in use
+    for axes, row in zip(drawn.axes, rows, strict=False):
+        assert len(axes.patches) == 24
+        assert len(axes.texts) == row["memory_elements"]
+    drawn.savefig(io.BytesIO())
+
+
+@pytest.mark.parametrize("function", strides.TECHNIQUES)
+def test_techniques_work_when_pasted(function, pasted):
+    alone, x = pasted(function), torch.arange(6.0).view(2, 3)
+    if function is element_address:
+        assert alone(x, (1, 2)) == x.data_ptr() + 20
+    elif function is memory_map:
+        assert alone(x.t()).tolist() == [[0, 3], [1, 4], [2, 5]]
+    elif function is element_at:
+        assert alone(x, (1, 0)) == 3
+    elif function is dense_strides:
+        assert alone((2, 3), (1, 0)) == (1, 2)
+    elif function is strides.convolve:
+        y = alone(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3))
+        assert y[0, 0, 1, 1] == 9
+    else:
+        assert torch.equal(alone(x, x), 2 * x)

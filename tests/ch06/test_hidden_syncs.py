@@ -1,0 +1,581 @@
+"""The finder of waits: what must be found, what must not, and where."""
+
+import inspect
+import pprint
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ch06_single_gpu_perf import hidden_syncs as script
+from ch06_single_gpu_perf.hidden_syncs import hidden_syncs
+from common import bench, gpt
+
+CPU = torch.device("cpu")
+# what they say they are is asked for in a step, so they are made before
+X = torch.arange(6.0)
+MASK = X > 2
+TWO = torch.tensor(2)
+ZERO = torch.tensor(0.0)
+ONES = torch.ones(6, dtype=torch.long)
+PARAMETER = nn.Parameter(torch.ones(3))
+
+
+def assign(index, value):
+    x = torch.zeros(6)
+    x[index] = value
+    return x
+
+
+def clip_strictly():
+    PARAMETER.grad = torch.ones(3)
+    nn.utils.clip_grad_norm_([PARAMETER], 1.0, error_if_nonfinite=True)
+
+
+def scaler_step():
+    optimizer = torch.optim.SGD([PARAMETER], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(PARAMETER.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+WAITING = {
+    "item": lambda: X[0].item(),
+    "tolist": lambda: X.tolist(),
+    "cpu": lambda: X.cpu(),
+    "to a string": lambda: X.to("cpu"),
+    "to a device": lambda: X.to(CPU),
+    "to by keyword": lambda: X.to(device=CPU, dtype=torch.float64),
+    "numpy": lambda: X.numpy(),
+    "asarray": lambda: np.asarray(X),
+    "float": lambda: float(X[0]),
+    "int": lambda: int(X[0]),
+    "bool": lambda: bool(X[0]),
+    "if": lambda: 1 if X[0] else 0,
+    "assert": lambda: not torch.isnan(X).any(),
+    "max of two": lambda: max(X[0], X[1]),
+    "range": lambda: range(TWO),
+    "in": lambda: 1.0 in X,
+    "is_nonzero": lambda: torch.is_nonzero(X[0]),
+    "nonzero": lambda: X.nonzero(),
+    "torch.nonzero": lambda: torch.nonzero(MASK),
+    "argwhere": lambda: torch.argwhere(MASK),
+    "where of one": lambda: torch.where(MASK),
+    "masked_select": lambda: X.masked_select(MASK),
+    "mask as index": lambda: X[MASK],
+    "uint8 mask": lambda: assign(MASK, X[3:]),
+    "mask = tensor": lambda: assign(MASK, X[3:]),
+    "index_put": lambda: torch.zeros(6).index_put_((MASK,), X[3:]),
+    "mask and index = number": lambda: torch.zeros(6, 2).__setitem__(
+        (MASK, TWO.new_zeros(3)), 0.0
+    ),
+    "masked_fill by tensor": lambda: X.masked_fill(MASK, ZERO),
+    "mask = 0-dim tensor": lambda: assign(MASK, ZERO),
+    "unique": lambda: torch.unique(X),
+    "unique of rows": lambda: torch.unique(X.view(2, 3), dim=0),
+    "unique_consecutive": lambda: X.unique_consecutive(),
+    "repeat_interleave": lambda: X.repeat_interleave(ONES),
+    "bincount": lambda: torch.bincount(ONES),
+    "one_hot of unknown width": lambda: F.one_hot(ONES),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "tensor of a list": lambda: torch.tensor([1, 2], device=CPU),
+    "tensor of a number": lambda: torch.tensor(1.0, device="cpu"),
+    "as_tensor of a list": lambda: torch.as_tensor([1], device=CPU),
+    "array to the device": lambda: torch.from_numpy(np.ones(2)).to(CPU),
+    "new_tensor": lambda: X.new_tensor([1.0]),
+    "tensor of tensors": lambda: torch.tensor([X[0], X[1]]),
+    "list as index": lambda: X[[0, 1]],
+    "array as index": lambda: X[np.array([0, 1])],
+    "list as index =": lambda: assign([0, 1], X[:2]),
+    "index made on the device": lambda: X[torch.tensor([0], device=CPU)],
+    "index made like another": lambda: X[ONES.new_tensor([0])],
+    "host tensor as index": lambda: X[torch.tensor([0, 1])],
+    "tensor as index": lambda: X[TWO],
+    "tensor in a slice": lambda: X[:TWO],
+    "arange to a tensor": lambda: torch.arange(TWO),
+    "size by a tensor": lambda: torch.zeros(TWO),
+    "split by a tensor": lambda: X.split(TWO),
+    "narrow by a tensor": lambda: X.narrow(0, TWO, 1),
+    "topk of a tensor": lambda: X.topk(TWO),
+    "alpha is a tensor": lambda: X.add(X, alpha=TWO),
+    "print": lambda: print(X),
+    "repr": lambda: repr(X),
+    "format": lambda: f"{X}",
+    "format a number": lambda: f"{X[0]:.3f}",
+    "print by the library": lambda: pprint.pformat(X),
+    "normal by tensors": lambda: torch.normal(X, X),
+    "inverse": lambda: torch.linalg.inv(torch.eye(2)),
+    "clip strictly": clip_strictly,
+    "grad scaler": scaler_step,
+    "found through the host": lambda: X.cpu().numpy(),
+    "computed on the host": lambda: X.cpu().float().mean().item(),
+    "array of the host's": lambda: np.asarray(X.detach().cpu()),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_waiting_call_is_found_once(name, capsys):
+    step = WAITING[name]
+    (row,) = hidden_syncs(step)
+    assert row["count"] == 1, row
+    assert row["place"].startswith("test_hidden_syncs.py:")
+    assert row["code"] and row["call"].startswith(".")
+
+
+def test_file_and_line_are_the_readers(tmp_path, monkeypatch):
+    lines = """
+        import torch
+        from torch import nn
+
+        class Gate(nn.Module):
+            def forward(self, x):
+                if x.sum() > 0:
+                    x = x * 2
+                return x
+
+        model = nn.Sequential(nn.Linear(4, 4), Gate())
+        x = torch.ones(2, 4)
+
+        def step():
+            for _ in range(3):
+                loss = model(x).sum()
+                loss.backward()
+            print(loss.item(),
+                  loss.tolist())
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(lines).lstrip())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mine
+
+    found = {
+        (row["place"], row["call"], row["count"], row["code"])
+        for row in hidden_syncs(mine.step)
+    }
+    assert found == {
+        ("mine.py:6", ".__bool__()", 3, "if x.sum() > 0:"),
+        ("mine.py:17", ".item()", 1, "print(loss.item(),"),
+        ("mine.py:18", ".tolist()", 1, "loss.tolist())"),
+    }
+
+
+def test_waits_in_backward_are_found():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            assert gradient.sum() > 0
+            return gradient * 2
+
+    x = torch.ones(3, requires_grad=True)
+    (row,) = hidden_syncs(lambda: Doubled.apply(x).sum().backward())
+    assert row["code"] == "assert gradient.sum() > 0"
+    # the backward of a mask writes through the mask
+    calls = [
+        r["call"] for r in hidden_syncs(lambda: x[x > 0].sum().backward())
+    ]
+    assert calls == [".__getitem__()", ".backward()"]
+
+
+def test_recomputation_waits_again():
+    x = torch.ones(3, requires_grad=True)
+
+    def block(x):
+        return (x * x.max().item()).sin()
+
+    def step():
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    (row,) = hidden_syncs(step)
+    assert row["count"] == 2
+
+
+def test_a_compiled_function_is_seen_through():
+    x = torch.ones(3)
+    chosen = torch.compile(lambda x: x * 2 if x.sum() > 0 else x)
+    (row,) = hidden_syncs(lambda: chosen(x))
+    assert row["call"] == ".__bool__()"
+
+
+def masked_constants():
+    x = torch.zeros(4, 4, device=X.device)
+    x[x == 0] = 1.0
+    x[:, 0][x[:, 0] == 1] = 2
+    x[1] = 5.0
+    x[2, :2] = 0
+    x.masked_fill_(x > 0, 0.0)
+    x = x.masked_fill(x > 1, float("-inf"))
+    return x.masked_fill(x > 1, torch.tensor(0.0))
+
+
+QUIET = {
+    "masked constants": masked_constants,
+    "tensor of the host": lambda: torch.tensor([1.0, 2.0]),
+    "zeros": lambda: torch.zeros(3, device=CPU),
+    "full": lambda: torch.full((3,), 2.0, device=CPU),
+    "arange": lambda: torch.arange(6, device=X.device),
+    "numbers": lambda: (X * 2 + 1) / 3 - X**2,
+    "sum": lambda: X.sum() + X.mean() + X.std() + X.norm(),
+    "sizes": lambda: (len(X), X.shape, X.numel(), X.dtype, X.device),
+    "unbound": lambda: [row * 2 for row in X],
+    "where of three": lambda: torch.where(MASK, X, 0.0),
+    "index": lambda: X[ONES] + X[2] + X[1:3].sum() + X[None].sum(),
+    "assign by index": lambda: assign(ONES, 1.0),
+    "assign a slice": lambda: assign(slice(1, 3), X[:2]),
+    "gather": lambda: X.gather(0, ONES) + X.index_select(0, ONES),
+    "scatter": lambda: X.scatter(0, ONES, 1.0).index_add(0, ONES, X),
+    "sort": lambda: (X.sort(), X.argmax(), X.topk(2), X.cumsum(0)),
+    "clamp by tensor": lambda: X.clamp(max=TWO),
+    "repeat, size known": lambda: X.repeat_interleave(ONES, output_size=6),
+    "one_hot, width known": lambda: F.one_hot(ONES, 3),
+    "one_hot by keyword": lambda: F.one_hot(ONES, num_classes=3),
+    "multinomial": lambda: torch.multinomial(X, 2),
+    "random": lambda: torch.randn(3) + torch.normal(0.0, 1.0, (3,)),
+    "dropout": lambda: F.dropout(X, 0.5),
+    "dtype": lambda: X.to(torch.float64).half().float(),
+    "like another": lambda: X.to(ONES),
+    "lazy copy": lambda: X.to(CPU, non_blocking=True),
+    "lazy copy, placed": lambda: X.to(CPU, torch.float64, True),
+    "copy_": lambda: torch.empty_like(X).copy_(X),
+    "clone": lambda: X.clone().detach().contiguous().view(2, 3).T,
+    "as_tensor of one": lambda: torch.as_tensor(X),
+    "embedding": lambda: nn.Embedding(3, 4, padding_idx=0)(ONES),
+    "cross_entropy": lambda: F.cross_entropy(
+        torch.zeros(6, 3), ONES, ignore_index=-100
+    ),
+    "attention": lambda: F.scaled_dot_product_attention(
+        *torch.randn(3, 1, 2, 4, 8), is_causal=True
+    ),
+    "norms": lambda: nn.BatchNorm1d(3)(nn.LayerNorm(3)(torch.randn(4, 3))),
+    "convolution": lambda: nn.Conv2d(1, 2, 3)(torch.randn(1, 1, 5, 5)),
+    "lstm": lambda: nn.LSTM(3, 4)(torch.randn(5, 1, 3)),
+    "multi-head": lambda: nn.MultiheadAttention(4, 2)(
+        *torch.randn(3, 2, 1, 4)
+    ),
+    "vmap": lambda: torch.func.vmap(lambda x: x.sin())(X),
+    "einsum": lambda: torch.einsum("i,i->", X, X),
+    "sparse": lambda: torch.sparse_coo_tensor(
+        [[0, 1]], [1.0, 2.0], [3], check_invariants=False
+    ),
+    "index by number": lambda: X[ONES.new_zeros(2)],
+    "stack": lambda: torch.stack([X[0], X[1]]).cumsum(0),
+    "clip values": lambda: nn.utils.clip_grad_value_([PARAMETER], 1.0),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_call_that_waits_for_nothing_is_not_named(name):
+    PARAMETER.grad = torch.ones(3)
+    assert hidden_syncs(QUIET[name]) == []
+
+
+@pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("run", ["plain", "checkpoint", "autocast"])
+def test_a_clean_training_step_is_quiet(kind, run):
+    def recompute(block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    def fused(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    config = gpt.preset("gpt2-tiny").but(vocab_size=61, dropout=0.1)
+    model = gpt.GPT(
+        config,
+        attention=gpt.plain_attention if run == "plain" else fused,
+        run_block=recompute if run == "checkpoint" else gpt.call_block,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    ids = torch.randint(61, (2, 16))
+    targets = ids.clone()
+    targets[:, 3] = gpt.IGNORED
+    total = torch.zeros(())
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=run == "autocast"):
+            loss = model(ids, targets, 1 / (targets != -100).sum())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        total.add_(loss.detach())
+
+    assert hidden_syncs(step) == []  # makes the optimizer's state
+    assert hidden_syncs(step) == []
+
+
+def step_of(name, **how):
+    def step():
+        weight.grad = torch.ones(3, 3)
+        optimizer.step()
+
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1, **how)
+    return step
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    "name", "SGD Adam AdamW NAdam RAdam Adagrad Adamax RMSprop".split()
+)
+def test_counting_steps_is_not_waiting(name, foreach):
+    """Optimizers keep their step count on the host, and read it there."""
+    step = step_of(name, foreach=foreach)
+    assert hidden_syncs(step) == []
+    assert hidden_syncs(step) == []
+
+
+def test_an_optimizer_that_does_wait_is_named():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([weight], max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    assert hidden_syncs(lambda: optimizer.step(closure))
+
+
+def test_modes_are_gone_after_an_exception():
+    def step():
+        X.sum().item()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hidden_syncs(step)
+    assert not torch.overrides._get_current_function_mode_stack()
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not modes
+    assert X.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_step_computes_the_same():
+    """The finder watches: results, gradients and sharing stay."""
+    x = torch.ones(3, requires_grad=True)
+    kept = {}
+
+    def step():
+        kept["host"] = x.cpu()
+        kept["loss"] = (x.cpu() * 3).sum()
+        kept["loss"].backward()
+
+    hidden_syncs(step)
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+    assert torch.equal(kept["host"], x) and kept["loss"].item() == 9
+
+
+def test_pasted_it_is_the_same(pasted):
+    finder = pasted(hidden_syncs)
+
+    def step():
+        return [X[0].item() for _ in range(2)] and print(X)
+
+    assert [(r["call"], r["count"]) for r in finder(step)] == [
+        (".item()", 2),
+        (".__repr__()", 1),
+    ]
+    assert inspect.getsource(hidden_syncs).rstrip().count("\n") < 80
+
+
+@pytest.mark.parametrize("part", [cure[1] for cure in script.CURES])
+def test_each_part_and_its_cure(part, pasted):
+    """Same answer; the part waits as often as said, the cure never."""
+    waiting, times, cure = {c[1]: c[2:] for c in script.CURES}[part]
+    waiting, cure = pasted(waiting), pasted(cure)
+    values = [1.0, 2.0, 3.0]
+    inputs = {
+        "mask": (X, MASK, -X),
+        "weights": (values, X),
+        "mean": (torch.arange(6.0, requires_grad=True), MASK),
+        "log": (X.sum(),),
+        "clip": ([torch.full((6,), 3.0), X.clone()], 1.0),
+    }[part]
+
+    def run(function, arguments):
+        answer = function(*arguments)
+        if part == "mean":
+            answer.backward()
+            return answer, inputs[0].grad.clone()
+        return arguments[0] if part == "clip" else answer
+
+    counts = []
+    answers = []
+    for function in (waiting, cure):
+        arguments = inputs
+        if part == "clip":
+            arguments = ([g.clone() for g in inputs[0]], 1.0)
+        if function is cure and part == "weights":
+            arguments = (torch.tensor(values), X)
+        if part == "mean":
+            inputs[0].grad = None
+        answers.append(run(function, arguments))
+        if part == "clip":
+            arguments = ([g.clone() for g in inputs[0]], 1.0)
+        step = lambda f=function, a=arguments: run(f, a)  # noqa: E731
+        counts.append(sum(row["count"] for row in hidden_syncs(step)))
+    torch.testing.assert_close(*map(as_tensors, answers))
+    assert counts == [times, 0]
+
+
+def as_tensors(answer):
+    if isinstance(answer, (list, tuple)):
+        return [torch.as_tensor(a) for a in answer]
+    return torch.as_tensor(answer)
+
+
+def test_rows_count_down_to_none(capsys):
+    rows = script.main(["--smoke"])
+    waits = [row["waits"] for row in rows]
+    assert waits == [7, 5, 4, 2, 1, 0]
+    assert waits == [n for _, n in script.rows_of_parts().values()]
+    assert rows[0]["compared"] == 2  # losses
+    out = capsys.readouterr().out
+    assert "x[mask] = noise[mask]" in out and "left out" in out
+
+
+def test_a_step_with_another_answer_is_refused(monkeypatch):
+    """A cure that forgets the count: the losses tell."""
+
+    def wrong(losses, counted):
+        return torch.where(counted, losses, 0.0).mean()
+
+    cures = [list(cure) for cure in script.CURES]
+    cures[2][4] = wrong
+    monkeypatch.setattr(script, "CURES", cures)
+    with pytest.raises(bench.Mismatch, match="losses"):
+        script.main(["--smoke"])
+
+
+def test_a_dispatch_mode_alone_would_miss_half():
+    """Wrong version: operators only. On a CPU these dispatch nothing."""
+    names = []
+
+    class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    with Operators():
+        X.tolist(), X.cpu(), repr(X)
+    assert not names
+    with Operators():  # and these two look alike
+        torch.tensor([1.0], device=CPU)
+        assign(MASK, 0.0)
+    assert names.count("aten.lift_fresh.default") == 2
+
+
+def own_step():
+    return X.tolist()
+
+
+def test_a_step_of_the_readers_own(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_training", sys.modules[__name__])
+    (row,) = script.main(["--smoke", "--step", "own_training:own_step"])
+    assert row["code"] == "return X.tolist()"
+    assert "return X.tolist()" in capsys.readouterr().out
+    assert script.main(["--step", "own_training:masked_constants"]) == []
+    assert "nothing in it waits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "module:function"),
+        (":step", "module:function"),
+        ("no_such_module_here:step", "no module"),
+        ("math:no_such", "no function"),
+        ("math:pi", "no function"),
+        ("textwrap:dedent", "without arguments"),
+    ],
+)
+def test_a_bad_name_is_refused_in_words(name, sentence):
+    with pytest.raises(bench.Refusal, match=sentence):
+        script.main(["--step", name])
+
+
+def test_a_readers_step_is_not_recorded():
+    with pytest.raises(bench.Refusal):
+        script.main(["--save", "--step", "math:pi"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x, m: x[0].item(),
+        lambda x, m: x.tolist(),
+        lambda x, m: x.cpu(),
+        lambda x, m: x.to("cpu"),
+        lambda x, m: x.nonzero(),
+        lambda x, m: x[m],
+        lambda x, m: x.__setitem__(m, x[0]),
+        lambda x, m: torch.unique(x),
+        lambda x, m: torch.tensor([1.0], device=x.device),
+        lambda x, m: torch.ones(3).to(x.device),
+        lambda x, m: x[[0, 1]],
+        lambda x, m: x.masked_fill(m, x[0]),
+        lambda x, m: torch.equal(x, x),
+        lambda x, m: torch.bincount(x.long()),
+        lambda x, m: repr(x),
+    ],
+)
+def test_cuda_itself_says_so(step):
+    """What the finder names makes CUDA's own check warn, and is real."""
+    x = torch.arange(6.0, device="cuda")
+    m = x > 2
+    (row,) = hidden_syncs(lambda: step(x, m))
+    assert row["count"] == 1
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz"):
+            step(x, m)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_cuda_is_quiet_where_the_finder_is(recwarn):
+    x = torch.arange(6.0, device="cuda", requires_grad=True)
+    counts = torch.ones(6, dtype=torch.long, device="cuda")
+    weight = nn.Parameter(torch.ones(6, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+
+    def step():
+        y = x.detach().clone()
+        y[y > 2] = 0.0
+        y.masked_fill_(y > 1, 1.0)
+        y[1] = 5.0
+        F.one_hot(counts, 3)
+        y.repeat_interleave(counts, output_size=6)
+        torch.multinomial(y + 1, 2)
+        torch.ones(3).item() if False else torch.ones(3)[0].item()  # host
+        (weight * y).sum().backward()
+        nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+
+    assert hidden_syncs(step) == []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_waits_fall_to_none_on_a_gpu():
+    args = bench.cli(script.__doc__, ["--smoke", "--device", "cuda"])
+    for parts, expected in script.rows_of_parts().values():
+        found = hidden_syncs(script.stepper(args, parts))
+        assert sum(row["count"] for row in found) == expected
