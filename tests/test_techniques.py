@@ -24,7 +24,7 @@ def scripts():
         for section in toc.load().values()
         if not section.planned and section.kind == "leaf"
         for module in section.modules
-        if module.startswith(("ch03_", "ch06_"))
+        if module.startswith(("ch02_", "ch03_", "ch06_"))
     }
     return sorted(found)
 

@@ -1,0 +1,277 @@
+"""2.3.4  Key figures · GPU 的關鍵性能指標
+
+Question  How much can this device do at best, and how near do operators come?
+Expect    an operator that does few FLOPs per byte runs at the memory's rate,
+          one that does many at the arithmetic's: both near 100% of the roof,
+          unless it is too small to fill the device
+Run       python -m ch02_hardware.roofline [--smoke] [--save]
+
+What is measured here is kept for all other chapters ("% of ceiling").
+"""
+
+import functools
+import textwrap
+
+import torch
+import torch.nn.functional as F
+
+from ch02_hardware.key_figures import measure
+from ch02_hardware.memory_hierarchy import room_bytes
+from common import bench, ceilings, tables
+
+
+def roof(intensity, flops_per_s, bytes_per_s):
+    """FLOP/s rise with the FLOPs per byte until the lanes are all at work."""
+    return min(flops_per_s, intensity * bytes_per_s)
+
+
+def matmul_work(m, k, n, size):
+    """Return (FLOPs, bytes) of (m, k) @ (k, n): each matrix moves once.
+
+    ``size`` is the bytes of a number, here and below.
+    """
+    return 2 * m * k * n, size * (m * k + k * n + m * n)
+
+
+def add_work(n, size):
+    """Return (FLOPs, bytes) of a sum: two reads and a write for one FLOP."""
+    return n, 3 * n * size
+
+
+def softmax_work(rows, columns, size):
+    """Return (FLOPs, bytes): a row stays in the cache between its passes.
+
+    Per number: compare, subtract, exponential (counted as one), add, divide.
+    """
+    return 5 * rows * columns, 2 * rows * columns * size
+
+
+def layer_norm_work(rows, columns, size):
+    """Return (FLOPs, bytes): one read, one write, and the two weights.
+
+    Per number: add for the mean; subtract, square, add for the variance;
+    subtract, scale; multiply and add the weights.
+    """
+    return 8 * rows * columns, (2 * rows + 2) * columns * size
+
+
+def attention_work(B, H, T, D, size):
+    """Return (FLOPs, bytes) of fused attention that sees all positions.
+
+    Two products of 2 T T D and a softmax over T T per head; only q, k, v and
+    the result are in memory.  Written out, the scores would move as well.
+    """
+    flops = B * H * (4 * T * T * D + 5 * T * T)
+    return flops, 4 * B * H * T * D * size
+
+
+TECHNIQUES = (
+    roof,
+    matmul_work,
+    add_work,
+    softmax_work,
+    layer_norm_work,
+    attention_work,
+)
+
+
+def ceiling_rows(found):
+    """Return a row per ceiling: name, what it is, figure."""
+    rows = [
+        {"name": f"products, {dtype}", "figure": tables.cell(rate, "_flops")}
+        for dtype, rate in found["gemm_flops"].items()
+    ]
+    words = {
+        "copy": "memory, copy (read + write)",
+        "triad": "memory, triad (2 reads + write)",
+        "host_to_device": "host to device, pinned",
+        "device_to_host": "device to host, pinned",
+        "disk_read": "disk, read",
+    }
+    for key, word in words.items():
+        key = f"{key}_bytes_per_s"
+        rows.append({"name": word, "figure": tables.cell(found[key], key)})
+    ring = found["all_reduce"] or {}
+    for key in ("latency_s", "bytes_per_s"):
+        word = f"all-reduce of 2 ranks, {key.split('_')[0]}"
+        figure = tables.cell(ring.get(key), f"_{key}")
+        rows.append({"name": word, "figure": figure})
+    return rows
+
+
+# --- operators --------------------------------------------------------------
+
+
+def operators(device, dtypes, elements, smoke):
+    """Return (name, dtype, call, (FLOPs, bytes)) of each operator.
+
+    ``elements``: numbers of an array that no cache holds.
+    """
+    big = device.type == "cuda"
+    sizes = (32,) if smoke else (256, 1024, 4096) if big else (64, 256, 1024)
+    B, H, T, D = (1, 2, 16, 8) if smoke else (8 if big else 1, 12, 1024, 64)
+    C = 64 if smoke else 1024
+
+    def draw(*shape, dtype="float32"):
+        generator = torch.Generator(device).manual_seed(0)
+        numbers = torch.randn(shape, device=device, generator=generator)
+        return numbers.to(getattr(torch, dtype))
+
+    def rows(count):
+        return max(1, elements // count)
+
+    found = []
+    for dtype in dtypes:
+        size = 4 if dtype in ("float32", "tf32") else 2
+        for n in sizes:
+            a, b = draw(n, n, dtype=dtype), draw(n, n, dtype=dtype)
+            call = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+            work = matmul_work(n, n, n, size)
+            found.append((f"matmul {n}", dtype, call, work))
+    a, b = draw(elements), draw(elements)
+    call = functools.partial(torch.add, a, b, out=torch.empty_like(a))
+    found.append(("add", "float32", call, add_work(elements, 4)))
+    x, gamma, beta = b[: rows(C) * C].view(-1, C), draw(C), draw(C)
+    call = functools.partial(
+        torch.softmax, x, 1, out=a[: x.numel()].view_as(x)
+    )
+    found.append(("softmax", "float32", call, softmax_work(rows(C), C, 4)))
+    call = functools.partial(F.layer_norm, x, (C,), gamma, beta)
+    work = layer_norm_work(rows(C), C, 4)
+    found.append(("layer_norm", "float32", call, work))
+    for dtype in dtypes if big else ["float32"]:
+        size = 4 if dtype == "float32" else 2
+        q, k, v = (draw(B, H, T, D, dtype=dtype) for _ in "qkv")
+        call = functools.partial(F.scaled_dot_product_attention, q, k, v)
+        work = attention_work(B, H, T, D, size)
+        found.append(("attention", dtype, call, work))
+    return found
+
+
+def placed(found, device, smoke):
+    """Return a row per operator: FLOPs, bytes, rate, and share of the roof."""
+    rates = {k: v for k, v in found["gemm_flops"].items() if v and k != "tf32"}
+    dtypes = ["float32"]  # and the quickest other, unless it is imitated
+    best = max(rates, key=rates.get)
+    dtypes += [best] if rates[best] > 1.2 * rates["float32"] else []
+    memory = max(found["copy_bytes_per_s"], found["triad_bytes_per_s"])
+    elements = min(found["buffer_bytes"], room_bytes(device) // 3) // 4
+    rows = []
+    with torch.no_grad():
+        for name, dtype, call, work in operators(
+            device, dtypes, elements, smoke
+        ):
+            flops, moved = work
+            taken = ceilings.shortest(call, device, 0.0 if smoke else 0.5)
+            top = roof(flops / moved, rates[dtype], memory)
+            rows.append(
+                {
+                    "name": name,
+                    "dtype": dtype,
+                    "flops": flops,
+                    "moved_bytes": moved,
+                    "intensity": flops / moved,
+                    "limit": "memory" if top < rates[dtype] else "arithmetic",
+                    "taken_s": taken,
+                    "reached_flops": flops / taken,
+                    "roof_flops": top,
+                    "percent": 100 * flops / taken / top,
+                }
+            )
+    return rows
+
+
+def figure(rows):
+    """Draw the roofs of this device, and the operators below them."""
+    from matplotlib.figure import Figure
+
+    from common import notebook
+
+    ops = [row for row in rows if "intensity" in row]
+    found = next(row["ceilings"] for row in rows if "ceilings" in row)
+    memory = max(found["copy_bytes_per_s"], found["triad_bytes_per_s"])
+    drawn = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = drawn.subplots()
+    low, high = 1 / 20, 4 * max(row["intensity"] for row in ops)
+    colours = {}
+    for dtype in dict.fromkeys(row["dtype"] for row in ops):
+        peak = found["gemm_flops"][dtype]
+        edge = peak / memory
+        high = max(high, 4 * edge)
+        word = f"{dtype}: {tables.cell(peak, '_flops')}"
+        (line,) = axes.loglog(
+            [low, edge, high], [low * memory, peak, peak], label=word
+        )
+        colours[dtype] = line.get_color()
+    for row in ops:
+        left = row["name"] in ("softmax", "attention")
+        left |= row["dtype"] != "float32"
+        at = row["intensity"], row["reached_flops"]
+        axes.plot(*at, "o", color=colours[row["dtype"]])
+        axes.annotate(
+            f"{row['name']} {row['percent']:.0f}%",
+            at,
+            xytext=(-5, 5) if left else (5, -10),
+            ha="right" if left else "left",
+            textcoords="offset points",
+            fontsize=8,
+        )
+    slope = tables.cell(memory, "_bytes_per_s")
+    axes.plot([], [], " ", label=f"memory: {slope}")
+    axes.set_xlim(low, high)
+    axes.set_xlabel("FLOPs per byte")
+    axes.set_ylabel("FLOP/s")
+    axes.legend(loc="upper left", fontsize=8)
+    axes.set_title(
+        notebook.label("Roofline · 屋頂線"),
+        fontfamily=notebook.fonts()["font.family"],
+    )
+    return drawn
+
+
+def main(argv=None):
+    args = bench.cli(__doc__, argv)
+    found = measure(args.device, args.smoke)
+    rows = bench.report(
+        args,
+        ceiling_rows(found),
+        {"name": "ceiling", "figure": "measured"},
+        title="What this device reaches at best",
+        extra={"ceilings": found},
+    )
+    edge = found["gemm_flops"]["float32"] / found["copy_bytes_per_s"]
+    ops = bench.report(
+        args,
+        placed(found, args.device, args.smoke),
+        {
+            "name": "operator",
+            "dtype": "numbers",
+            "intensity": "FLOP/B",
+            "limit": "limited by",
+            "taken_s": "took",
+            "reached_flops": "reached",
+            "percent": "% of roof",
+        },
+        title="Operators on the roofline",
+        expect=f"limited by memory below {edge:.3g} FLOPs per byte (float32)",
+    )
+    reasons = {
+        "memory": "a cache held what memory would send",
+        "arithmetic": "the ceiling was measured in a busier moment",
+    }
+    for limit, reason in reasons.items():
+        over = [
+            f"{row['name']} ({row['dtype']})"
+            for row in ops
+            if row["percent"] > 105 and row["limit"] == limit
+        ]
+        if over and not args.smoke:
+            words = f"above the roof: {', '.join(over)}: {reason}"
+            print(textwrap.fill(words, tables.WIDTH))
+    if args.device.type == "cpu":
+        bench.left_out(args, "a GPU's ceilings: there is none here")
+    return [*rows, *ops, {"name": "ceilings", "ceilings": found}]
+
+
+if __name__ == "__main__":
+    bench.run(main)

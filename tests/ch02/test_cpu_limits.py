@@ -1,0 +1,179 @@
+"""CPU limits: intensity, the crossing, and the same answer on both sides."""
+
+import pytest
+import torch
+from test_techniques import foreign
+
+from ch02_hardware import cpu_limits, gpu_structure
+from ch02_hardware.cpu_limits import (
+    least_s,
+    overtaken_at,
+    there_and_back,
+    uses_per_copy,
+)
+
+CPU = torch.device("cpu")
+PEAKS = 3e11, 2e10  # FLOP/s and bytes/s
+
+
+def card(**more):
+    return {
+        "name": "a GPU",
+        "flops_per_s": 2e13,
+        "bytes_per_s": 2e12,
+        "in_per_s": 2.5e10,
+        "out_per_s": 2.5e10,
+        "order_s": 1e-5,
+    } | more
+
+
+def test_intensity_by_hand():
+    n = 6
+    flops, there, back = cpu_limits.work("a @ b", n)
+    assert (flops, there, back) == (432, 288, 144)
+    assert cpu_limits.intensity(flops, there + back) == 432 / 432 == n / 6
+    flops, there, back = cpu_limits.work("a + b", n)
+    assert cpu_limits.intensity(flops, there + back) == 1 / 12
+
+
+def test_the_slower_resource_decides():
+    assert least_s(100, 10, 10, 10) == 10  # arithmetic
+    assert least_s(10, 100, 10, 10) == 10  # memory
+    assert least_s(10, 100, 10, 1) == 100
+
+
+def test_copies_are_counted_in_both_directions():
+    found = card(in_per_s=8.0, out_per_s=2.0)
+    _, _, copies = cpu_limits.predicted("a + b", 1, PEAKS, found)
+    assert copies == 8 / 8 + 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "at"),
+    [
+        ([1, 2, 3, 4], [2, 2, 2, 2], 30),
+        ([1, 2, 3, 4], [0, 1, 2, 3], 10),
+        ([1, 2, 3, 4], [5, 5, 5, 5], None),
+        ([1, 2, 3, 4], [1, 2, 3, 4], None),  # as quick is not quicker
+        ([3, 1, 3, 4], [2, 2, 2, 2], 30),  # an earlier gain does not last
+        ([3, 3, 3, 1], [2, 2, 2, 2], None),
+    ],
+)
+def test_overtaken_for_good(here, there, at):
+    assert overtaken_at([10, 20, 30, 40], here, there) == at
+
+
+def test_uses_pay_for_a_copy():
+    assert uses_per_copy(10, 3, 1) == 5
+    assert uses_per_copy(10, 4, 1) == 4  # three gain 9
+    assert uses_per_copy(1, 4, 1) == 1
+    assert uses_per_copy(10, 1, 1) is None
+    assert uses_per_copy(10, 1, 2) is None
+
+
+def test_the_crossing_is_where_the_formulas_meet():
+    """2 n^3 / P = 12 n^2 / L has one solution when nothing else takes time."""
+    found = card(flops_per_s=1e30, bytes_per_s=1e30, order_s=0.0)
+    cpu = 3e11, 1e12  # no memory-bound product
+    assert 12 / found["in_per_s"] * cpu[0] / 2 == pytest.approx(72)
+    row = cpu_limits.crossing(found, cpu, sizes=[16, 71, 73, 200])
+    assert row["a @ b copied"] == 73
+    assert row["a @ b resident"] == 16
+
+
+def test_a_sum_is_never_worth_a_slower_link():
+    row = cpu_limits.crossing(card(in_per_s=1e10, out_per_s=1e10), PEAKS)
+    assert row["a + b copied"] == "never"
+    assert row["a + b resident"] is not None
+    assert row["a + b uses"] > 1
+    row = cpu_limits.crossing(card(in_per_s=1e11, out_per_s=1e11), PEAKS)
+    assert row["a + b copied"] != "never"  # a link quicker than this memory
+    slow = cpu_limits.crossing(card(flops_per_s=1e9, bytes_per_s=1e9), PEAKS)
+    assert slow["a @ b copied"] == "never" and slow["a @ b resident"] is None
+    assert slow["a @ b uses"] is None
+
+
+def test_forgetting_the_copies_is_caught():
+    row = cpu_limits.crossing(card(), PEAKS)
+    assert row["a @ b copied"] > row["a @ b resident"]
+
+
+def test_there_and_back_gives_the_same_bits():
+    a, b = cpu_limits.inputs(33)
+    for call, *_ in cpu_limits.OPERATORS.values():
+        found = there_and_back(call, CPU, a, b)
+        assert torch.equal(found, call(a, b))
+
+
+def test_every_input_crosses_and_one_result_returns():
+    class Far:
+        crossed = []
+
+        def __init__(self, value):
+            self.value = value
+
+        def to(self, device):
+            Far.crossed.append((self.value, device))
+            return Far(10 * self.value)
+
+        def cpu(self):
+            Far.crossed.append((self.value, "cpu"))
+            return self.value
+
+    found = there_and_back(
+        lambda x, y: Far(x.value + y.value), "gpu", Far(1), Far(2)
+    )
+    assert found == 30
+    assert Far.crossed == [(1, "gpu"), (2, "gpu"), (30, "cpu")]
+
+
+def test_stated_gpus_have_their_data_sheets_ceilings():
+    found = cpu_limits.gpu("A100 SXM4 40GB")
+    assert found["flops_per_s"] == pytest.approx(19.5e12, rel=0.01)
+    assert found["bytes_per_s"] == pytest.approx(1555e9, rel=0.01)
+    assert found["in_per_s"] == 31.5e9
+    assert found["order_s"] == cpu_limits.ORDER_S
+
+
+def test_smoke(capsys):
+    rows = cpu_limits.main(["--smoke", "--device", "cpu", "--gpu", "T4"])
+    shown = capsys.readouterr()
+    assert not shown.err
+    assert "left out: the same measured on a GPU" in shown.out
+    assert all(len(line) <= 100 for line in shown.out.splitlines())
+    names = [row["name"] for row in rows if "link_bytes_per_s" in row]
+    assert names == list(gpu_structure.CARDS)
+    assert {row["name"] for row in rows if "curve" in row} == {"T4"}
+    assert not any("gpu_s" in row for row in rows)
+    drawn = cpu_limits.figure(rows)
+    assert len(drawn.axes) == 2
+
+
+@pytest.mark.parametrize("function", cpu_limits.TECHNIQUES)
+def test_techniques_work_when_pasted(function, pasted):
+    assert foreign(function) is None
+    alone = pasted(function)
+    if function is cpu_limits.intensity:
+        assert alone(6, 3) == 2
+    elif function is least_s:
+        assert alone(6, 3, 2, 1) == 3
+    elif function is there_and_back:
+        assert int(alone(torch.neg, CPU, torch.tensor(3))) == -3
+    elif function is overtaken_at:
+        assert alone([1, 2], [1, 3], [2, 2]) == 2
+    else:
+        assert alone(4, 3, 1) == 2
+
+
+@pytest.mark.gpu
+def test_results_agree_on_a_gpu():
+    device = torch.device("cuda")
+    a, b = cpu_limits.inputs(64)
+    for call, *_ in cpu_limits.OPERATORS.values():
+        found = there_and_back(call, device, a, b)
+        assert found.device.type == "cpu"
+        assert torch.allclose(found, call(a, b), rtol=1e-4, atol=1e-4)
+    rows = cpu_limits.main(["--smoke", "--device", "cuda"])
+    assert any("gpu_s" in row for row in rows)
+    assert any(row["name"] == "GPU, copies included" for row in rows)
+    cpu_limits.figure(rows)

@@ -1,0 +1,376 @@
+"""Roofline: FLOPs and bytes by hand, ceilings measured and kept."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_techniques import foreign
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ch02_hardware import key_figures, roofline
+from common import ceilings, machine
+
+CPU = torch.device("cpu")
+
+
+class Moved(TorchDispatchMode):
+    """Add up the bytes of what one operator reads and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple) else result
+        tensors = [a for a in args if isinstance(a, torch.Tensor)] + [first]
+        self.bytes += sum(t.nbytes for t in tensors)
+        return result
+
+
+class Counted(float):
+    """A number that counts the arithmetic done with it."""
+
+    flops = 0
+
+    def count(operation):
+        def counted(self, *others):
+            Counted.flops += 1
+            numbers = [float(self), *map(float, others)]
+            return Counted(operation(*numbers))
+
+        return counted
+
+    __add__ = __radd__ = count(lambda x, y: x + y)
+    __sub__ = count(lambda x, y: x - y)
+    __mul__ = __rmul__ = count(lambda x, y: x * y)
+    __truediv__ = count(lambda x, y: x / y)
+    exp = count(math.exp)
+    larger = count(max)
+
+
+def added(numbers):
+    total = Counted(0.0)
+    for number in numbers:
+        total = total + number
+    return total
+
+
+def softmax_by_hand(row):
+    top = Counted(-math.inf)
+    for x in row:
+        top = top.larger(x)
+    powers = [(x - top).exp() for x in row]
+    total = added(powers)
+    return [power / total for power in powers]
+
+
+def layer_norm_by_hand(row, gamma, beta):
+    n = len(row)
+    mean = float(added(row)) / n  # once per row: not counted
+    squares = [d * d for d in (x - mean for x in row)]
+    scale = (float(added(squares)) / n + 1e-5) ** -0.5
+    return [
+        (x - mean) * scale * g + b
+        for x, g, b in zip(row, gamma, beta, strict=True)
+    ]
+
+
+def numbers(*values):
+    return [Counted(v) for v in values]
+
+
+def test_matmul_by_machine():
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    with FlopCounterMode(display=False) as counter, Moved() as moved:
+        torch.mm(a, b)
+    work = counter.get_total_flops(), moved.bytes
+    assert roofline.matmul_work(5, 7, 3, 4) == work == (210, 4 * 71)
+    assert roofline.matmul_work(5, 7, 3, 2) == (210, 2 * 71)
+
+
+def test_add_by_machine():
+    a, b = torch.ones(10), torch.ones(10)
+    with Moved() as moved:
+        torch.add(a, b)
+    assert roofline.add_work(10, 4) == (10, moved.bytes) == (10, 120)
+
+
+def test_softmax_by_hand():
+    row = [0.5, -1.0, 2.0, 0.25]
+    Counted.flops = 0
+    found = softmax_by_hand(numbers(*row))
+    assert found == pytest.approx(torch.tensor(row).softmax(0).tolist())
+    x = torch.randn(3, 4)
+    with Moved() as moved:
+        torch.softmax(x, 1)
+    assert roofline.softmax_work(3, 4, 4) == (3 * Counted.flops, moved.bytes)
+
+
+def test_layer_norm_by_hand():
+    row, gamma, beta = [0.5, -1.0, 2.0, 0.25], [1, 2, 3, 4.0], [4, 3, 2, 1.0]
+    Counted.flops = 0
+    found = layer_norm_by_hand(*map(lambda v: numbers(*v), (row, gamma, beta)))
+    weights = [torch.tensor(v) for v in (gamma, beta)]
+    right = F.layer_norm(torch.tensor(row), (4,), *weights)
+    assert found == pytest.approx(right.tolist())
+    x = torch.randn(3, 4)
+    with Moved() as moved:
+        torch.native_layer_norm(x, (4,), *weights, 1e-5)
+    assert roofline.layer_norm_work(3, 4, 4) == (
+        3 * Counted.flops,
+        moved.bytes,
+    )
+
+
+def test_attention_by_machine():
+    """Products by the counter, the softmax by its own formula."""
+    B, H, T, D = 2, 3, 8, 4
+    q, k, v = (torch.randn(B, H, T, D) for _ in "qkv")
+    with FlopCounterMode(display=False) as counter:
+        scores = (q @ k.transpose(-2, -1)).softmax(-1)
+        scores @ v
+    softmax, _ = roofline.softmax_work(B * H * T, T, 4)
+    flops, moved = roofline.attention_work(B, H, T, D, 4)
+    assert flops == counter.get_total_flops() + softmax
+    assert moved == sum(t.nbytes for t in (q, k, v, q))
+
+
+def test_the_roof_has_two_sides():
+    assert roofline.roof(1, 100, 10) == 10
+    assert roofline.roof(10, 100, 10) == 100
+    assert roofline.roof(1000, 100, 10) == 100
+
+
+def test_wrong_counts_are_caught():
+    """A multiply-add as one FLOP, and scores that reach the memory."""
+    assert roofline.matmul_work(4, 4, 4, 4)[0] != 4**3
+    _, moved = roofline.attention_work(1, 1, 1024, 64, 4)
+    assert moved < 4 * 1024 * 1024
+
+
+# --- ceilings ---------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def instruments(monkeypatch):
+    """Measure nothing; the second look finds products quicker."""
+    looks = []
+
+    def gemm(dtype="float32", device="cpu", sizes=None, budget_s=0.8):
+        looks.append((dtype, sizes, budget_s))
+        return None if dtype == "float16" else 1e11 * len(looks)
+
+    def bandwidth(device, room, budget_s=0.4):
+        return {
+            "copy_bytes_per_s": 1e10 if budget_s < 1 else 2e10,
+            "triad_bytes_per_s": 3e10 if budget_s < 1 else 2e10,
+            "buffer_bytes": 2**20,
+            "cache_bytes": 2**20,
+        }
+
+    monkeypatch.setattr(ceilings, "gemm_flops", gemm)
+    monkeypatch.setattr(ceilings, "bandwidth", bandwidth)
+    monkeypatch.setattr(machine, "_busy", lambda: 0.0)
+    monkeypatch.setattr(key_figures, "disk_read", lambda *_: 5e8)
+    ring = {"latency_s": 1e-4, "bytes_per_s": 1e9}
+    monkeypatch.setattr(key_figures, "all_reduce", lambda *_: ring)
+    return looks
+
+
+def test_ceilings_go_where_others_read_them(cache, instruments):
+    found = key_figures.measure(CPU, smoke=False)
+    assert len(instruments) == 6  # three dtypes, looked at twice
+    again = machine.peaks("cpu")
+    assert len(instruments) == 6  # read, not measured
+    assert again == found
+    (path,) = cache.iterdir()
+    assert json.loads(path.read_text()) == found
+    assert found["gemm_flops"]["float32"] == 4e11  # the better of both looks
+    assert found["gemm_flops"]["float16"] is None
+    assert found["copy_bytes_per_s"] == 2e10
+    assert found["triad_bytes_per_s"] == 3e10  # the first look was better
+    assert found["disk_read_bytes_per_s"] == 5e8
+    assert found["all_reduce"] == {"latency_s": 1e-4, "bytes_per_s": 1e9}
+    assert found["host_to_device_bytes_per_s"] is None
+
+
+def test_a_smoke_run_keeps_nothing(cache, instruments):
+    key_figures.measure(CPU, smoke=True)
+    assert not list(cache.iterdir())
+    assert {sizes for _, sizes, _ in instruments} == {(64,)}
+
+
+def test_a_bad_old_ceiling_does_not_stay(cache, instruments):
+    """What is kept was seen in this run: clocks and neighbours change."""
+    machine.keep_peaks({"copy_bytes_per_s": 1e15, "gemm_flops": {}})
+    assert key_figures.measure(CPU, False)["copy_bytes_per_s"] == 2e10
+
+
+def test_every_ceiling_is_shown(cache, instruments):
+    found = key_figures.measure(CPU, smoke=False)
+    rows = {r["name"]: r["figure"] for r in roofline.ceiling_rows(found)}
+    assert rows["products, float32"] == "400 GFLOP/s"
+    assert rows["products, float16"] == "—"
+    assert rows["memory, copy (read + write)"] == "20 GB/s"
+    assert rows["host to device, pinned"] == "—"
+    assert rows["disk, read"] == "500 MB/s"
+    assert rows["all-reduce of 2 ranks, latency"] == "100 µs"
+    assert rows["all-reduce of 2 ranks, bytes"] == "1 GB/s"
+
+
+def test_latency_and_rate_by_hand():
+    fit = key_figures.latency_and_rate
+    times = [1e-4 + 4 / 1e9, 1e-4 + 1e6 / 1e9]
+    found = fit([4, 10**6], times)
+    assert found["latency_s"] == pytest.approx(1e-4)
+    assert found["bytes_per_s"] == pytest.approx(1e9)
+    assert fit([4, 10**6], [2e-4, 1e-4]) is None  # noise, no rate
+
+
+@pytest.mark.ranks
+def test_two_ranks_sum():
+    found = key_figures.all_reduce(CPU, smoke=True)
+    assert found is None or found["bytes_per_s"] > 0
+
+
+def test_ranks_that_cannot_talk_are_left_out(monkeypatch, capsys):
+    def fails(*_, **__):
+        raise RuntimeError("no interface\nand more")
+
+    monkeypatch.setattr(key_figures.ranks, "spawn", fails)
+    assert key_figures.all_reduce(CPU, smoke=True) is None
+    assert capsys.readouterr().out == "no all-reduce: no interface\n"
+    assert key_figures.all_reduce(torch.device("mps"), smoke=True) is None
+
+
+def test_the_disk_is_read_whole_and_left_clean(tmp_path, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(key_figures, "in_memory", lambda _: False)
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("this system's cache cannot be told to forget")
+
+    def forget(fd, start, length, advice):
+        forgotten.append((os.fstat(fd).st_size, start, length, advice))
+
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    monkeypatch.setattr(key_figures.time, "perf_counter", lambda: next(clock))
+    rate = key_figures.disk_read(tmp_path, 2**20, block=2**18)
+    assert rate == 2**20 / 2
+    assert forgotten == [(2**20, 0, 0, os.POSIX_FADV_DONTNEED)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_cannot_be_measured_is_none(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert key_figures.disk_read(tmp_path / "file", 2**20) is None
+    monkeypatch.setattr(key_figures, "in_memory", lambda _: True)
+    assert key_figures.disk_read(tmp_path, 2**20) is None
+
+
+def test_a_folder_in_memory_is_no_disk(tmp_path):
+    mounts = tmp_path / "mounts"
+    place = tmp_path.resolve()
+    mounts.write_text(f"a / ext4 rw 0 0\nb {place} tmpfs rw 0 0\n")
+    assert key_figures.in_memory(tmp_path / "x", mounts)
+    assert not key_figures.in_memory("/", mounts)
+    mounts.write_text(f"a / tmpfs rw 0 0\nb {place} ext4 rw 0 0\n")
+    assert not key_figures.in_memory(tmp_path / "x", mounts)
+    assert not key_figures.in_memory(tmp_path, tmp_path / "nothing")
+
+
+# --- operators --------------------------------------------------------------
+
+
+def found_ceilings():
+    return {
+        "gemm_flops": {"float32": 1e11, "bfloat16": 4e11, "float16": None},
+        "copy_bytes_per_s": 1e10,
+        "triad_bytes_per_s": 2e10,
+        "buffer_bytes": 2**16,
+    }
+
+
+def test_operators_are_placed(monkeypatch):
+    monkeypatch.setattr(ceilings, "shortest", lambda *_: 1e-6)
+    rows = roofline.placed(found_ceilings(), CPU, smoke=True)
+    names = [(row["name"], row["dtype"]) for row in rows]
+    assert ("matmul 32", "float32") in names
+    assert ("matmul 32", "bfloat16") in names
+    assert {"add", "softmax", "layer_norm", "attention"} <= {
+        name for name, _ in names
+    }
+    add = next(row for row in rows if row["name"] == "add")
+    assert add["flops"] == 2**14 and add["moved_bytes"] == 3 * 2**16
+    assert add["limit"] == "memory"
+    assert add["roof_flops"] == pytest.approx(2e10 / 12)
+    assert add["percent"] == pytest.approx(100 * (2**14 / 1e-6) / (2e10 / 12))
+    product = next(row for row in rows if row["dtype"] == "bfloat16")
+    assert product["intensity"] == pytest.approx(2 * 32**3 / (2 * 3 * 32**2))
+
+
+def test_imitated_dtypes_are_not_placed(monkeypatch):
+    monkeypatch.setattr(ceilings, "shortest", lambda *_: 1e-6)
+    found = found_ceilings()
+    found["gemm_flops"] = {"float32": 1e11, "bfloat16": 1e9}
+    rows = roofline.placed(found, CPU, smoke=True)
+    assert {row["dtype"] for row in rows} == {"float32"}
+
+
+def test_what_runs_is_what_was_counted():
+    """Each operator's tensors are as large as its formula says."""
+    ops = roofline.operators(CPU, ["float32"], 2**12, smoke=True)
+    for name, _, call, (_, moved) in ops:
+        if name.startswith("matmul"):
+            n = int(name.split()[1])
+            assert call().shape == (n, n)
+        elif name in ("add", "softmax", "layer_norm"):
+            assert call().numel() == 2**12, name
+        else:
+            assert 4 * call().nbytes == moved
+
+
+def test_smoke(cache, capsys):
+    rows = roofline.main(["--smoke", "--device", "cpu"])
+    shown = capsys.readouterr()
+    assert "left out: a GPU's ceilings" in shown.out
+    assert all(len(line) <= 100 for line in shown.out.splitlines())
+    assert not list(cache.glob("peaks-*"))
+    drawn = roofline.figure(rows)
+    ops = [row for row in rows if "intensity" in row]
+    assert len(drawn.axes[0].texts) == len(ops) > 4
+
+
+@pytest.mark.parametrize("function", roofline.TECHNIQUES)
+def test_techniques_work_when_pasted(function, pasted):
+    assert foreign(function) is None
+    alone = pasted(function)
+    arguments = {
+        "roof": (1, 10, 2),
+        "matmul_work": (1, 2, 3, 4),
+        "add_work": (1, 4),
+        "softmax_work": (1, 2, 4),
+        "layer_norm_work": (1, 2, 4),
+        "attention_work": (1, 1, 2, 2, 4),
+    }[function.__name__]
+    assert alone(*arguments) == function(*arguments)
+
+
+@pytest.mark.gpu
+def test_ceilings_of_a_gpu(cache):
+    rows = roofline.main(["--smoke", "--device", "cuda"])
+    found = next(row["ceilings"] for row in rows if "ceilings" in row)
+    assert found["host_to_device_bytes_per_s"] > 0
+    assert found["gemm_flops"]["tf32"] > 0
+    roofline.figure(rows)
