@@ -413,9 +413,14 @@ def depths(device, count):
 
 
 def host_and_device(kernels, prepare_s, kernel_s):
-    """Return rows: a program that waits once, and one that always waits."""
+    """Return rows: a program that waits once, and one that always waits.
+
+    Host and device work at once where nobody waits: the slower of the two
+    sets the pace.
+    """
+    pace_s = max(prepare_s, kernel_s)
     predicted = {
-        "wait at the end": prepare_s + kernels * kernel_s,
+        "wait at the end": prepare_s + kernel_s + (kernels - 1) * pace_s,
         "wait after each": kernels * (prepare_s + kernel_s),
     }
     rows = []

@@ -282,8 +282,8 @@ def main(argv=None):
     )
     if found[1]["differs"] and found[1]["ratio_interval"][1] < first / last:
         print(
-            "less than predicted: new memory costs the same in both rows, and "
-            "its pages are mapped when they are first written"
+            "less than predicted: new memory costs the same in both rows,\n"
+            "and its pages are mapped when they are first written"
         )
     if device.type == "cpu":
         bench.left_out(

@@ -362,7 +362,10 @@ def beside_record(
     for place, (title, group) in enumerate(here.items()):
         columns = {"here": group}
         for machine, entry in found.items():
-            columns[machine] = by_title(entry["rows"]).get(title, [])
+            measured = [row for row in entry["rows"] if value in row]
+            if title is not None:
+                measured = by_title(measured).get(title, [])
+            columns[machine] = measured
         beside = [{"row": name_of(row)} for row in group]
         for heading, others in columns.items():
             cells = {name_of(row): row for row in others}

@@ -14,6 +14,8 @@ from chapters import toc
 
 LIMIT = 25  # lines, docstring included
 # a tool that readers hand a step of their own, and a model on one page
+# readers of other programs' reports: used as they are, not pasted
+TOOLS = ("find_bottleneck", "nsight_compute", "nsight_systems", "strace")
 LONGER = {"hidden_syncs": 80, "Tape": 99}
 
 
@@ -24,7 +26,8 @@ def scripts():
         for section in toc.load().values()
         if not section.planned and section.kind == "leaf"
         for module in section.modules
-        if module.startswith(("ch02_", "ch03_", "ch06_"))
+        if module.startswith(("ch02_", "ch03_", "ch04_", "ch06_"))
+        and not module.endswith(TOOLS)
     }
     return sorted(found)
 
