@@ -43,7 +43,7 @@ def gradient_in_parts(model, ids, targets, batch):
     Returns:
         The mean loss, 0-dim; its gradient is added to ``.grad``.
     """
-    scale = 1 / (targets != -100).sum()
+    scale = 1 / (targets != -100).sum().clamp(min=1)
     total = torch.zeros_like(scale)
     parts = zip(ids.split(batch), targets.split(batch), strict=True)
     for part, wanted in parts:
@@ -357,7 +357,6 @@ def figure(rows):
         best = max(row["tokens_per_s"] for row in rows)
         left.axhline(NEAR * best, color="0.7", linewidth=0.8)
         left.set_ylabel("tokens/s")
-        left.set_ylim(bottom=0)
         left.legend(frameon=False)
         for key, style, words in (
             ("peak_bytes", "s-", "peak · 峰值"),
@@ -372,6 +371,7 @@ def figure(rows):
             axes.set_xscale("log", base=2)
             axes.set_xticks(batches, batches)
             axes.set_xlabel(notebook.label("batch · 批次大小"))
+            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
             axes.spines[["top", "right"]].set_visible(False)
         drawn.tight_layout()
     return drawn
@@ -454,7 +454,7 @@ def main(argv=None):
         "peak_bytes": "peak",
     }
     title = "what a larger batch buys, and what it costs"
-    bench.report(args, rows, columns, title=title)
+    rows = bench.report(args, rows, columns, title=title)
     if not args.smoke:
         print(*conclusion(rows), sep="\n")
     return rows

@@ -25,32 +25,33 @@ def hidden_syncs(step):
     """
     import linecache
     import sys
+    from threading import get_ident
 
-    library, own = linecache.__file__[:-12], torch.__path__[0]
+    library, own, me = linecache.__file__[:-12], torch.__path__[0], get_ident()
     rows, seen, local = [{}, {}], set(), {"cpu", torch.device("cpu")}
     host = torch.utils.weak.WeakIdKeyDictionary()  # False: a number or a list
     asks = "cpu tolist numpy __array__ __repr__ __format__ equal allclose"
-    asks += " new_tensor _local_scalar_dense _linalg_check_errors"
+    asks += " new_tensor _local_scalar_dense _linalg_check_errors _linalg_eigh"
+    hosts = "_get_value DataLoader _BaseDataLoaderIter RNN LSTM GRU"  # numbers
 
-    def flat(*tree):
-        leaves = torch.utils._pytree.tree_leaves(tree)
-        return [leaf for leaf in leaves if torch.is_tensor(leaf)]
+    def flat(*of):
+        return [*filter(torch.is_tensor, torch.utils._pytree.tree_leaves(of))]
 
     def wait(call, kinds, named=False):  # once per call, at the caller's line
-        frame, real = sys._getframe(1), bool(kinds - local)
+        frame, stacks = sys._getframe(1), sys._current_frames()
         while frame and (code := frame.f_code):
-            if code.co_qualname.split(".")[0] == "hidden_syncs":
+            if (whose := code.co_qualname.split(".")[0]) == "hidden_syncs":
                 call = frame.f_locals.get("call", call)
             elif not code.co_filename.startswith((own, library)):
                 break
-            elif not real and (named or code.co_name == "_get_value"):
-                return  # torch moves to, and counts steps, where tensors are
-            frame = frame.f_back
-        file, line = code.co_filename, frame.f_lineno if frame else 0
-        row = rows[real].setdefault((file, line, call[0]), {"count": 0})
+            elif kinds <= local and (named or whose in hosts.split()):
+                return  # torch moves to where tensors are
+            frame = frame.f_back or stacks.pop(me, None)  # a GPU's backward
+        at = file, line = code.co_filename, frame.f_lineno if frame else 0
+        row = rows[kinds <= local].setdefault((*at, call[0]), {"count": 0})
         row |= {"call": f".{call[0]}()", "count": row["count"] + (not call[1])}
         row["place"] = f"{file.replace(chr(92), '/').split('/')[-1]}:{line}"
-        row["code"], call[1] = linecache.getline(file, line).strip(), True
+        row["code"], call[1] = linecache.getline(*at).strip(), True
 
     class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -58,9 +59,8 @@ def hidden_syncs(step):
             out = op(*args, **kwargs)
             seen.update(kinds := {t.device.type for t in flat(args, out)})
             picks, value = flat(args[1:2]), flat(args[2:3])
-            sized = torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
-            waits = name in asks.split() or (name == "normal" and picks)
-            waits = waits or (sized and not kwargs)
+            waits = not kwargs and "dynamic_out" in str(getattr(op, "tags", 0))
+            waits = waits or name in asks.split() or name == "normal" and picks
             if "index" in name or "fill" in name:  # a number needs no copy
                 masks = [p for p in picks if p.itemsize == 1 or p in host]
                 free = value and value[0] in host and not picks[1:]
@@ -96,7 +96,7 @@ def hidden_syncs(step):
     Operators.supports_higher_order_operators = True
     with torch.compiler.set_stance("force_eager"), Operators(), Calls():
         step()
-    return [row for row in rows[bool(seen - local)].values() if row["count"]]
+    return [row for row in rows[seen <= local].values() if row["count"]]
 
 
 def mask_by_index(x, mask, noise):
@@ -237,7 +237,7 @@ def importable(name):
         bench.Refusal: no such module or function, or it wants arguments.
     """
     module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    if not (module and colon and function) or module.startswith("."):
         raise bench.Refusal(
             f"--step {name}: write it as module:function, for example "
             "my_training:step"
@@ -255,6 +255,16 @@ def importable(name):
     if not callable(found):
         raise bench.Refusal(
             f"--step {name}: {module} has no function {function}"
+        )
+    later = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isclass,
+    )
+    if any(kind(found) for kind in later):
+        raise bench.Refusal(
+            f"--step {name}: calling it runs no step (a class, a generator "
+            "or a coroutine); name a function that does"
         )
     try:
         inspect.signature(found).bind()
@@ -321,7 +331,7 @@ TECHNIQUES = (
 
 def main(argv=None):
     args = bench.cli(__doc__, argv, flags)
-    if args.step:
+    if args.step is not None:
         return find_in(args)
     variants = rows_of_parts()
     total, steps = variants["as written"][1], 2 if args.smoke else 5

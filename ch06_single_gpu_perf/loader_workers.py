@@ -153,17 +153,17 @@ def photographs(count, width=500, height=375):
         ``count`` files as bytes, some 50 KiB each: ordinary photographs.
 
     Raises:
-        Refusal: this matplotlib came without its sample data.
+        Refusal: no Pillow, or a matplotlib without its sample data.
     """
-    from matplotlib import cbook
-    from PIL import Image
-
     try:
+        from matplotlib import cbook
+        from PIL import Image
+
         path = cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)
         whole = Image.open(path).convert("RGB")
-    except OSError:
+    except (ImportError, OSError) as error:
         raise bench.Refusal(
-            "matplotlib's sample_data/grace_hopper.jpg is not here: install "
+            f"matplotlib's photograph cannot be read ({error}): install "
             "matplotlib from PyPI (pip install --force-reinstall matplotlib)"
         ) from None
     files = []
@@ -536,7 +536,7 @@ def figure(rows):
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(notebook.fonts()):
-        drawn = Figure(figsize=(7, 0.9 + 0.5 * len(rows)), dpi=100)
+        drawn = Figure(figsize=(7, 1.2 + 0.5 * len(rows)), dpi=100)
         axes = drawn.add_subplot()
         y = range(len(rows))
         compute = [1e3 * row["compute_s"] for row in rows]
@@ -556,7 +556,12 @@ def figure(rows):
         axes.invert_yaxis()
         axes.set_xlabel(notebook.label("ms per sample · 每個樣本的毫秒數"))
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(
+            frameon=False,
+            ncols=3,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),  # above: bars may be anywhere below
+        )
         drawn.tight_layout()
     return drawn
 

@@ -405,7 +405,9 @@ def figure(rows):
     drawing = Figure(figsize=(7, 2.4), layout="constrained")
     axes = drawing.subplots()
     names = [row["name"] for row in rows]
-    axes.barh(names, [row["peak_bytes"] / 2**20 for row in rows])
+    bars = axes.barh(names, [row["peak_bytes"] / 2**20 for row in rows])
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+    axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set_xlabel("MiB at the peak of a step")
     axes.set_title(last)

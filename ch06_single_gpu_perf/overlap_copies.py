@@ -29,8 +29,8 @@ def one_stream(batches, step, device):
 def prefetched(batches, device):
     """The copy engine fetches the next batch while kernels work on this one.
 
-    The side stream owns the memory of a batch and would reuse it as soon as
-    the host lets go of it: ``record_stream`` says that compute reads it too.
+    Batches are lists of tensors.  The side stream owns their memory and would
+    reuse it as soon as the host lets go: ``record_stream`` says who reads it.
     """
     module = torch.get_device_module(device)
     if not hasattr(module, "Stream"):
@@ -66,7 +66,8 @@ def double_buffered(batches, device):
         for i, batch in enumerate(batches):
             compute.wait_stream(side)  # for batch i - 1, not for this one
             ready, slot = slot, slots[i % 2]
-            if [t.shape for t in slot] != [t.shape for t in batch]:
+            kinds = [[(t.shape, t.dtype) for t in ts] for ts in (slot, batch)]
+            if kinds[0] != kinds[1]:
                 slot[:] = [torch.empty_like(t, device=device) for t in batch]
             side.wait_stream(compute)  # until it has read batch i - 2
             with module.stream(side):

@@ -58,7 +58,8 @@ def run(main: Callable[[], object]) -> None:
             stream.reconfigure(errors="replace")
     try:
         result = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Refusal as refusal:
         _end(2, refusal)
     except Mismatch as mismatch:
@@ -168,6 +169,7 @@ def cli(
     args.script, args.file, args.argv = script, file, argv
     args.sections = _sections(doc)
     args.rows, args.extra = [], {}  # of the tables so far, for the record
+    args.recorded = False
     expect = re.search(r"^Expect\s+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
     args.expect = " ".join(expect[1].split()) if expect else None
     if args.save:
@@ -294,7 +296,9 @@ def record(
         default=lambda v: v.item() if hasattr(v, "item") else str(v),
     )
     write_atomic(path, text + "\n")
-    print(f"recorded in {path}")
+    if not args.recorded:  # more rows of the same script may follow
+        print(f"recorded in {path}")
+    args.recorded = True
     return path
 
 

@@ -16,7 +16,7 @@ LIMIT = 25  # lines, docstring included
 # a tool that readers hand a step of their own, and a model on one page
 # readers of other programs' reports: used as they are, not pasted
 TOOLS = ("find_bottleneck", "nsight_compute", "nsight_systems", "strace")
-LONGER = {"hidden_syncs": 80, "Tape": 99}
+LONGER = {"hidden_syncs": 80, "Tape": 99, "double_buffered": 26}
 
 
 def scripts():

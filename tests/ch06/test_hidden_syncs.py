@@ -112,6 +112,7 @@ WAITING = {
     "print by the library": lambda: pprint.pformat(X),
     "normal by tensors": lambda: torch.normal(X, X),
     "inverse": lambda: torch.linalg.inv(torch.eye(2)),
+    "eigenvalues": lambda: torch.linalg.eigh(torch.eye(2)),
     "clip strictly": clip_strictly,
     "grad scaler": scaler_step,
     "found through the host": lambda: X.cpu().numpy(),
@@ -184,6 +185,63 @@ def test_waits_in_backward_are_found():
         r["call"] for r in hidden_syncs(lambda: x[x > 0].sum().backward())
     ]
     assert calls == [".__getitem__()", ".backward()"]
+
+
+class Nested(torch.autograd.Function):
+    """Another backward inside of this one, ``depth`` deep."""
+
+    @staticmethod
+    def forward(ctx, x, depth, last):
+        ctx.depth, ctx.last = depth, last
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            if ctx.depth:
+                x = torch.ones(1, requires_grad=True)
+                x = Nested.apply(x, ctx.depth - 1, ctx.last)
+                x.sum().backward()
+            else:
+                ctx.last[0].backward()  # of operators alone
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("depth", [1, 57, 58, 59, 60, 61, 62])
+def test_a_backward_in_another_thread_has_the_readers_line(depth):
+    """As a GPU's is: from a depth of 60 on the engine takes a new thread."""
+    x = torch.ones(3, requires_grad=True)
+    last = x[x > 0].sum()
+    first = Nested.apply(torch.ones(1, requires_grad=True), depth, [last])
+    (row,) = hidden_syncs(first.sum().backward)
+    assert row["code"] == "ctx.last[0].backward()  # of operators alone"
+
+
+def test_torchs_own_numbers_of_the_host_are_no_waits():
+    """Samplers draw, packed sequences count on the host, on any machine."""
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3))
+    loader = torch.utils.data.DataLoader(data, 2, shuffle=True)
+    layer = nn.LSTM(3, 4)
+
+    def step():
+        for (x,) in loader:
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x.view(2, 1, 3).to(CPU, non_blocking=True), [2]
+            )
+            layer(packed)[0].data.sum().backward()
+
+    assert hidden_syncs(step) == []
+
+    class Reading(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            return X[i].item()  # the reader's own
+
+    loader = torch.utils.data.DataLoader(Reading())
+    (row,) = hidden_syncs(lambda: list(loader))
+    assert row["count"] == 2 and "the reader's own" in row["code"]
 
 
 def test_recomputation_waits_again():
@@ -498,6 +556,10 @@ def test_a_step_of_the_readers_own(capsys, monkeypatch):
         ("math:no_such", "no function"),
         ("math:pi", "no function"),
         ("textwrap:dedent", "without arguments"),
+        ("", "module:function"),
+        ("./mine:step", "module:function"),
+        ("fractions:Fraction", "runs no step"),
+        ("asyncio:sleep", "runs no step"),
     ],
 )
 def test_a_bad_name_is_refused_in_words(name, sentence):

@@ -565,3 +565,11 @@ def test_compute_waits_for_a_prefetched_batch(monkeypatch):
     assert right() == [True] * 4  # which also loads the kernels
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
     assert not all(right())
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+def test_a_batch_of_another_type_is_not_rounded(feed):
+    """A buffer of integers would make 0 and 2 of these."""
+    batches = [[torch.tensor([1, 2])]] * 2 + [[torch.tensor([0.5, 2.5])]] * 2
+    found = [[t.clone() for t in batch] for batch in feed(batches, CPU)]
+    torch.testing.assert_close(found, batches, rtol=0, atol=0)
