@@ -250,7 +250,9 @@ def pauses(args, setting):
             time.perf_counter,
             time.sleep,
         )
-        rows.append({"setting": setting, "pause_s": pause_s, "work_s": took})
+        name = f"{setting}, after {tables.seconds(pause_s)}"
+        row = {"name": name, "setting": setting, "pause_s": pause_s}
+        rows.append(row | {"work_s": took})
         rows[-1]["times"] = took / rows[0]["work_s"]
     return rows
 

@@ -79,6 +79,7 @@ def profile(step, steps=4, warm_up=2, path=None):
     Returns:
         What ``read`` returns.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it narrates
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -250,7 +250,7 @@ def main(argv=None):
     print(bench.table(asked, title="\nWhich section answers which question"))
     shown = ["python", "-m", MODULE, "--profiled", "add"]
     shown = " ".join(command(["SpeedOfLight"], shown))
-    print("\nthe command:", textwrap.fill(shown, 90).replace("\n", " \\\n  "))
+    print("\nthe command:", textwrap.fill(shown, 80).replace("\n", " \\\n  "))
     missing = None if shutil.which("ncu") else "ncu is not installed"
     if args.device.type != "cuda":
         missing = "there is no CUDA device"
