@@ -385,7 +385,7 @@ def attempt(
             else:
                 plan.release(workers.pop(0))
             row["ratio_first"] = row["ratio_previous"] * before["ratio_first"]
-        row["peak_bytes"] = measure_memory(new, trace)
+        row["peak_bytes"] = measure_memory(new, None if plan.smoke else trace)
         if before is not None:
             row["verdict"], row["reason"] = judge(step, row, before)
         if step.hosts:
@@ -564,6 +564,28 @@ def is_late(plan: Plan) -> bool:
     return spent > 1.15 * plan.budget_s and not plan.smoke
 
 
+def start_ahead(plan: Plan, book: Book, tracks: list[str]) -> None:
+    """Let later rows of a smoke run import and compile beside earlier ones.
+
+    What importing torch, torchrun and a first compilation cost is most of a
+    smoke run, and most of it leaves a core idle.
+    """
+    for track in tracks if plan.shares else []:
+        applied = []
+        for step in plan.tracks()[track]:
+            waits = book.row(track, step.name, step.section) is None
+            if step.needs == ("compiler",):  # the worker says if there is none
+                if waits:
+                    plan.compile(step, [*applied, step.name])
+            elif "compiler" in step.needs or missing(step, plan):
+                continue
+            elif "ranks" in step.needs:
+                if waits:
+                    plan.prepare(step)
+            elif not step.pilot:
+                applied.append(step.name)
+
+
 def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
     """Try the steps of one track in their order; keep what helps.
 
@@ -574,10 +596,6 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
     steps = plan.tracks()[track]
     applied: list[str] = []
     before, holder = None, None
-    for step in [] if until else steps:
-        waits = book.row(track, step.name, step.section) is None
-        if "ranks" in step.needs and waits and missing(step, plan) is None:
-            plan.prepare(step)
     for place, step in enumerate(steps):
         row = book.row(track, step.name, step.section)
         if row is None and before and is_late(plan):
@@ -970,6 +988,8 @@ def write_log(args, plan: Plan, chosen: list, header: dict) -> list[dict]:
     try:
         if args.only:
             one_section(plan, args.only, book)
+        elif not args.until:
+            start_ahead(plan, book, chosen)
         for i, track in enumerate(chosen if not args.only else []):
             ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
             last = args.until if track == chosen[-1] else None

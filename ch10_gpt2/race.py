@@ -41,6 +41,7 @@ class Worker:
     def __init__(self, plan: "Plan", step: Step, world: int):
         self.kind, self.world, self.number = (world, step.hosts), world, 0
         self.config: dict = {}
+        self.stopping = False
         self.stack = contextlib.ExitStack()
         self.folder = Path(
             self.stack.enter_context(
@@ -111,11 +112,17 @@ class Worker:
         self.tell(**command)
         return self.hear()
 
+    def stop(self) -> None:
+        """Ask the ranks to end, once; wait for nothing."""
+        if not self.stopping:
+            self.stopping = True
+            self.tell(do="stop")
+
     def close(self) -> None:
         """Stop the ranks, by force if need be, and remove the folder."""
         try:
             if self.number >= 0:  # else they have ended, or are to be ended
-                self.tell(do="stop")
+                self.stop()
                 for process in self.processes:
                     process.wait(timeout=10)
         except (OSError, subprocess.TimeoutExpired):
@@ -139,6 +146,7 @@ class Plan:
     ceilings: dict
     updates: int | None = None
     spares: list = dataclasses.field(default_factory=list)
+    compiling: list = dataclasses.field(default_factory=list)
     overheads: list = dataclasses.field(default_factory=list)
     begun: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -178,6 +186,14 @@ class Plan:
 
     def worker(self, step: Step, world: int) -> Worker:
         """Start the ranks of a configuration: fresh processes, or spare."""
+        if self.compiling and "compiler" in step.needs:
+            worker = self.compiling.pop()
+            try:
+                worker.hear()
+            except WorkerError:  # the row will see it, too
+                worker.close()
+            else:
+                return worker
         for spare in self.spares:
             if spare.kind == (world, step.hosts):
                 self.spares.remove(spare)
@@ -190,6 +206,12 @@ class Plan:
         if self.shares and (self.world, step.hosts) not in kinds:
             self.spares.append(Worker(self, step, self.world))
 
+    def compile(self, step: Step, applied: list[str]) -> None:
+        """Let a later row's graph be compiled meanwhile."""
+        self.compiling.append(Worker(self, step, 1))
+        self.compiling[-1].tell(**self.order("start", step.track, applied))
+        self.compiling[-1].tell(do="updates", count=1)
+
     def release(self, worker: Worker) -> None:
         """End a worker, or keep it for the next configuration."""
         if self.shares and worker.number >= 0:
@@ -199,8 +221,13 @@ class Plan:
 
     def close(self) -> None:
         """End the workers that were kept."""
-        while self.spares:
-            self.spares.pop().close()
+        kept = self.spares + self.compiling
+        self.spares, self.compiling = [], []
+        for worker in kept:
+            with contextlib.suppress(OSError):
+                worker.stop()
+        for worker in kept:
+            worker.close()
 
     def order(self, do: str, track: str, applied: list[str]) -> dict:
         """Return the command that makes a worker hold this configuration."""
