@@ -203,18 +203,22 @@ def figure(rows):
             [low, edge, high], [low * memory, peak, peak], label=word
         )
         colours[dtype] = line.get_color()
-    for row in ops:
-        left = row["name"] in ("softmax", "attention")
-        left |= row["dtype"] != "float32"
+    before, steps = None, 0
+    for row in sorted(ops, key=lambda row: row["intensity"]):
         at = row["intensity"], row["reached_flops"]
         axes.plot(*at, "o", color=colours[row["dtype"]])
+        above = row["dtype"] != "float32"
+        if not above:  # neighbours' labels go down in steps
+            near = before and at[0] < 8 * before[0] and at[1] > before[1] / 2
+            before, steps = at, steps + 1 if near else 0
         axes.annotate(
             f"{row['name']} {row['percent']:.0f}%",
             at,
-            xytext=(-5, 5) if left else (5, -10),
-            ha="right" if left else "left",
+            xytext=(-6, 6) if above else (8, -14 - 13 * steps),
+            ha="right" if above else "left",
             textcoords="offset points",
             fontsize=8,
+            arrowprops=None if above else {"arrowstyle": "-", "lw": 0.5},
         )
     slope = tables.cell(memory, "_bytes_per_s")
     axes.plot([], [], " ", label=f"memory: {slope}")

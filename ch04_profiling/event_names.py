@@ -132,7 +132,7 @@ def work_on_gpu(name):
 
 # what a host event says about the thread that is inside it
 NOTHING, ACTIVE, SYNC, START_UP, COMPILATION, LOADER = range(6)
-STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d+)")
+STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d{1,18})")
 LOADER_NAME = re.compile(
     r"^enumerate\(DataLoader\)#|DataLoaderIter\.__next__"
     r"|DataLoader.*__next__|dataloader\.py\(\d+\): __next__"

@@ -3,7 +3,7 @@
 Question  Where does the time of a PyTorch program go, and which chapter has
           the cure?
 Expect    where a batch takes longer than its step, most of the span is
-          waiting for data; of a loader that is quick, nothing is said
+          waiting for data; a loader that is quick is not accused
 Run       python -m ch04_profiling.find_bottleneck [TRACE… | FOLDER]
           [--json] [--plot OUT.png] [--against OTHER] [--smoke] [--save]
 
@@ -256,11 +256,12 @@ def show(report, most=3):
         print(bench.table(part_rows(report), head))
         for rank in ranks:
             device = rank["device"] or "no GPU named"
-            print(
+            line = (
                 f"rank {rank['rank']}: {rank['span_us'] / 1e3:,.1f} ms, "
                 f"marked steps: {len(rank['steps'])}, {device}, "
                 f"{os.path.basename(rank['file'])}"
             )
+            _wrapped(line, "")
     print()
     for finding in report["findings"]:
         gain = finding["gain_bound"]
@@ -270,14 +271,27 @@ def show(report, most=3):
             f"{100 * gain:.0f}% to gain"
         )
         _wrapped(finding["evidence"])
-        _wrapped(f"see {finding['section']}, {finding['script']}")
+        _wrapped(f"see {finding['section']}, {_script(finding['script'])}")
     if not report["findings"]:
         print("nothing notable found")
     for warning in report["warnings"]:
         _wrapped(f"{warning['kind']}: {warning['text']}", "note ")
 
 
+def _script(name):
+    """Say of a script that is not written yet that it is planned."""
+    if (bench.ROOT / Path(*name.split("."))).with_suffix(".py").exists():
+        return name
+    return "in the book (its script is planned)"
+
+
+def _plain(text):
+    """Leave out what a file could make a terminal do."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _wrapped(text, first="  "):
+    text = _plain(text)
     print(
         textwrap.fill(
             text, 98, initial_indent=first, subsequent_indent="     "
@@ -352,7 +366,11 @@ def plot(ranks, path):
         raise bench.Refusal(f"--plot {path}: {error}") from None
     finally:
         plt.close(figure)
-    bench.write_atomic(path, drawn.getvalue())
+    try:
+        bench.write_atomic(path, drawn.getvalue())
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise bench.Refusal(f"--plot {path}: {why}") from None
 
 
 def shares_over_time(account, columns):

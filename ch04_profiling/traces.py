@@ -389,6 +389,16 @@ def _known(value):
     return value if type(value) is int and 0 <= value < 1 << 62 else -1
 
 
+def _as_float(number):
+    try:
+        return float(number)
+    except OverflowError:
+        raise bench.Refusal(
+            "the times in this trace are beyond any clock: it is no "
+            "recording of torch.profiler"
+        ) from None
+
+
 def _nanosecond_clock(columns):
     """Say whether the times are ns: no header says so, the numbers do.
 
@@ -576,7 +586,7 @@ def _finish(text, columns, header, damaged, label):
         lanes=lanes,
         columns=kept,
         window=(0, int(ns(np.float64(high)))),
-        base_us=float(columns.base) / divisor + float(low),
+        base_us=_as_float(columns.base) / divisor + float(low),
     )
     if text.cut:
         trace.warn(

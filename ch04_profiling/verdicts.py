@@ -461,32 +461,40 @@ def working(rank):
     """Name what the device computes, where it computes all the time."""
     products = rank.share("gemm", "attention")
     streams = rank.share("elementwise", "optimizer")
-    kind, share = "compute-bound", products
+    unknown = rank.share("other_kernel")
+    kind, share, parts = "compute-bound", products, ("gemm", "attention")
     if streams > products:
         kind, share = "bandwidth-bound", streams
+        parts = ("elementwise", "optimizer")
+    if unknown > share:  # neither kind can be told from a name of one's own
+        kind, share, parts = "compute-bound", unknown, ("other_kernel",)
     device = "GPU" if rank.account.on_gpu else "CPU"
     total = rank.share(*names.COMPUTE)
-    top = ", ".join(f"{n} ({_ms(ns)})" for n, ns in _top_work(rank, kind))
+    top = ", ".join(f"{n} ({_ms(ns)})" for n, ns in _top_work(rank, parts))
+    also = ""
+    if unknown > share / 2:
+        also = f", of unknown kind {_percent(unknown)}"
     low, high = rank.gpu_window()
     busy = sum(rank.parts[p] for p in names.WORK) / max(high - low, 1)
     evidence = (
         f"the {device} computes {_percent(total)} of the span (it is busy "
         f"{_percent(busy)} from its first to its last event): products and "
         f"attention {_percent(products)}, element-wise and optimizer "
-        f"{_percent(streams)}; most in {top}; the host has "
+        f"{_percent(streams)}{also}; most in {top}; the host has "
         f"{_percent(rank.share(*names.IDLE))} to gain at most"
     )
-    return _finding(kind, rank, share, share, evidence)
+    found = _finding(kind, rank, share, share, evidence)
+    if parts == ("other_kernel",):  # what bounds it, counters must say
+        found |= {
+            "section": "4.4.2",
+            "script": "ch04_profiling.nsight_compute",
+        }
+    return found
 
 
-def _top_work(rank, kind, count=3):
+def _top_work(rank, parts, count=3):
     trace, account = rank.trace, rank.account
-    chosen = (
-        ("gemm", "attention")
-        if kind == "compute-bound"
-        else ("elementwise", "optimizer")
-    )
-    mine = account.gpu[np.isin(account.work, [CODE[c] for c in chosen])]
+    mine = account.gpu[np.isin(account.work, [CODE[c] for c in parts])]
     if not len(mine):
         return [("nothing", 0)]
     sums = np.bincount(
@@ -540,8 +548,12 @@ def findings_of(rank):
 
 def _no_gpu(rank):
     gpu = of_gpu_job(rank.trace)
+    cut = any(said["kind"] == "truncated" for said in rank.trace.warnings)
     evidence = (
-        "kernels were not recorded, though the program uses a GPU: add "
+        "no kernel is in the part of the file that could be read: it is cut "
+        "short, and kernels stand behind the host's events; copy it again"
+        if cut
+        else "kernels were not recorded, though the program uses a GPU: add "
         "ProfilerActivity.CUDA, or this rank never launched any"
         if gpu
         else "no kernel and no copy is in the file: read as a CPU program, "
@@ -671,6 +683,14 @@ def warnings_of(rank):
             f"the program's start is in the recording{much}: {worth} as a "
             "picture of its steps; record after a warm-up "
             "(torch.profiler.schedule)",
+        )
+    if rank.share("idle_unknown") > 0.5:
+        warn(
+            "unexplained-idle",
+            f"{_percent(rank.share('idle_unknown'))} of the span is idle and "
+            "no event says why: not worth reading, unless the program did "
+            "something else meanwhile; an event with a wrong clock also "
+            "looks like this",
         )
     if rank.share("idle_compilation") >= NOTABLE:
         warn(

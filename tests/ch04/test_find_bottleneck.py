@@ -694,3 +694,67 @@ def test_the_lesson_runs():
     rows = find_bottleneck.main(["--smoke", "--device", "cpu"])
     assert rows[0]["loader_percent"] > rows[1]["loader_percent"]
     assert "data-bound" in rows[0]["findings"]
+
+
+# ---- what readers and breakers found ----------------------------------------
+
+
+def reading(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text, encoding="utf-8")
+    return find_bottleneck.read(path)
+
+
+def test_kernels_of_ones_own_are_named(tmp_path):
+    text = synthetic.compute_bound("my_kernel(float*)").text()
+    (finding,) = reading(tmp_path, text)["findings"]
+    assert finding["kind"] == "compute-bound"
+    assert finding["share_of_span"] > 0.5
+    assert "my_kernel" in finding["evidence"]
+    assert finding["script"] == "ch04_profiling.nsight_compute"
+
+
+def test_an_event_with_a_wrong_clock_is_not_passed_over(tmp_path):
+    stray = {"ph": "X", "cat": "cpu_op", "name": "x", "pid": 1, "tid": 1}
+    text = synthetic.compute_bound("ampere_sgemm").text()
+    data = json.loads(text)
+    data["traceEvents"].append(stray | {"ts": 8.0001e10, "dur": 5})
+    report = reading(tmp_path, json.dumps(data))
+    assert "unexplained-idle" in [w["kind"] for w in report["warnings"]]
+
+
+def test_times_beyond_any_clock_are_a_sentence(tmp_path):
+    event = {"ph": "X", "cat": "kernel", "name": "g", "pid": 0, "tid": 7}
+    events = [event | {"ts": 10**400 + i, "dur": 5} for i in range(3)]
+    with pytest.raises(bench.Refusal):
+        reading(tmp_path, json.dumps(events))
+
+
+def test_a_step_of_many_digits_is_no_traceback(tmp_path):
+    data = json.loads(synthetic.compute_bound("ampere_sgemm").text())
+    for event in data["traceEvents"]:
+        if str(event.get("name", "")).startswith("ProfilerStep"):
+            event["name"] = "ProfilerStep#" + "9" * 5000
+    assert reading(tmp_path, json.dumps(data))["ranks"]
+
+
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path):
+    path = tmp_path / "trace.json"
+    text = synthetic.compute_bound("ampere_sgemm").text()
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(bench.Refusal, match="--plot"):
+        find_bottleneck.main([str(path), "--plot", str(tmp_path)])
+
+
+def test_a_file_cannot_command_the_terminal(tmp_path, capsys):
+    text = synthetic.compute_bound("gemm\u001b[31mX").text()
+    find_bottleneck.show(reading(tmp_path, text))
+    printed = capsys.readouterr().out
+    assert "\u001b" not in printed and "gemm" in printed
+
+
+def test_a_cure_that_is_not_written_is_called_planned(tmp_path, capsys):
+    report = reading(tmp_path, synthetic.compute_bound("ampere_sgemm").text())
+    report["findings"][0] |= {"script": "ch99_nothing.there"}
+    find_bottleneck.show(report)
+    assert "its script is planned" in capsys.readouterr().out
