@@ -248,7 +248,7 @@ def importable(name):
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise bench.Refusal(
-            f"--step {name}: no module {error.name!r} is to be found from here: "
+            f"--step {name}: no module {error.name!r} is found here: "
             "start in its folder, with this checkout on PYTHONPATH"
         ) from None
     for part in function.split("."):
