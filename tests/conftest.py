@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,9 @@ for name in [n for n in os.environ if n.lower().endswith("_proxy")]:
     del os.environ[name]
 for name in ("BENCH_SMOKE", "BENCH_RESULTS", "RANK", "WORLD_SIZE"):
     os.environ.pop(name, None)
+# a shell that starts us in the background has Ctrl-C ignored, which the
+# processes that tests start, and interrupt, would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 CACHE = tempfile.TemporaryDirectory(prefix="bench-cache-")
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # timings are not asserted, neighbours are spared
