@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from common import ranks
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("jupyterlab")
@@ -41,11 +42,6 @@ def chromium():
     return found
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.fixture
 def lab(tmp_path):
     """A JupyterLab on loopback, in a folder with a copy of the notebook."""
@@ -63,7 +59,7 @@ def lab(tmp_path):
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "BENCH_SMOKE": "1",
     }
-    port = free_port()
+    port = ranks.free_port()
     log = tmp_path / "log.txt"
     words = [sys.executable, "-m", "jupyterlab", "--no-browser"]
     words += ["--allow-root", f"--ServerApp.root_dir={folder}"]
