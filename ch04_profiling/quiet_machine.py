@@ -52,26 +52,26 @@ def threads_pinned(cores):
     """Linux moves a thread to any core it may use: restrict all of them.
 
     Threads that start later inherit it. Returned is a function that undoes
-    it; a process's end does, too.
+    it, for those too: they may then run where the caller might before.
     """
+    import contextlib
     import os
 
-    before = {}
+    ended = contextlib.suppress(ProcessLookupError)  # a thread that has
+    mine, before = os.sched_getaffinity(0), {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with ended:
+            before[thread] = os.sched_getaffinity(thread)
 
     def undo():
-        for thread, allowed in before.items():
-            try:
-                os.sched_setaffinity(thread, allowed)
-            except ProcessLookupError:  # it has ended since
-                pass
-
-    try:
         for thread in map(int, os.listdir("/proc/self/task")):
-            before[thread] = os.sched_getaffinity(thread)
+            with ended:
+                os.sched_setaffinity(thread, before.get(thread, mine))
+
+    os.sched_setaffinity(0, cores)  # OSError: a core that is not there
+    for thread in before:
+        with ended:
             os.sched_setaffinity(thread, cores)
-    except OSError:
-        undo()
-        raise
     return undo
 
 

@@ -16,6 +16,7 @@ import argparse
 import ast
 import copy
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -149,6 +150,10 @@ def executed(path: Path, smoke: bool = False, cell_s: float = CELL_S):
             km=kernel(Path(folder)),
             timeout=cell_s,
             startup_timeout=120,
+            # a busy machine may be late with what a cell displays, and
+            # nbclient by default goes on without it
+            iopub_timeout=max(4, round(cell_s)),
+            raise_on_iopub_timeout=True,
             record_timing=False,
             coalesce_streams=True,
             resources={"metadata": {"path": str(path.parent.resolve())}},
@@ -379,10 +384,11 @@ def replays(cell) -> bool:
 
 
 def texts(cell) -> list[str]:
-    """Return what a cell's outputs say, pictures left out."""
+    """Return what a cell's outputs say, pictures and warnings left out."""
     said = []
     for output in cell.outputs:
-        said.append(output.get("text", ""))
+        if output.get("name") != "stderr":  # may be an earlier cell's child
+            said.append(output.get("text", ""))
         data = output.get("data", {})
         said += [
             data[k] for k in ("text/markdown", "text/plain") if k in data
@@ -396,9 +402,17 @@ def outdated(path: Path, now) -> list[str]:
     for old, new in zip(read(path).cells, now.cells, strict=True):
         if new.cell_type != "code" or not replays(new):
             continue
-        if texts(old) != texts(new):
+        lines = ["\n".join(texts(c)).splitlines() for c in (old, new)]
+        if lines[0] != lines[1]:
             first = old.source.splitlines()[0]
-            said.append(f"{first!r} shows something else today")
+            was, now_ = next(
+                pair
+                for pair in itertools.zip_longest(*lines)
+                if pair[0] != pair[1]
+            )
+            said.append(
+                f"{first!r} shows something else today: {now_!r}, not {was!r}"
+            )
     return said
 
 
