@@ -29,7 +29,7 @@ from chapters import toc
 from common import bench, machine
 
 LIMIT = 500_000  # bytes of a notebook with its outputs
-CELL_S = 900.0  # the longest that one cell may take
+CELL_S = 900  # the longest that one cell may take
 HASH = "executed_sha256"
 STAMP = "executed_on"
 TITLE = re.compile(r"^#+ +(\d+(?:\.\d+)*) +(.+?) *$", re.MULTILINE)
@@ -120,7 +120,7 @@ def kernel(folder: Path):
     )
 
 
-def executed(path: Path, smoke: bool = False, cell_s: float = CELL_S):
+def executed(path: Path, smoke: bool = False, cell_s: int = CELL_S):
     """Execute a notebook from a clean kernel; return it with its outputs.
 
     Args:
@@ -152,7 +152,7 @@ def executed(path: Path, smoke: bool = False, cell_s: float = CELL_S):
             startup_timeout=120,
             # a busy machine may be late with what a cell displays, and
             # nbclient by default goes on without it
-            iopub_timeout=max(4, round(cell_s)),
+            iopub_timeout=cell_s,
             raise_on_iopub_timeout=True,
             record_timing=False,
             coalesce_streams=True,
@@ -430,11 +430,11 @@ def flags(argv: list[str]) -> argparse.Namespace:
     add("files", nargs="*", type=Path, metavar="FILE", help="all, if none")
     add("--smoke", action="store_true", help="tiny sizes, write nothing")
     add("--check", action="store_true", help="execute nothing, only look")
-    add("--timeout", type=float, default=CELL_S, help="of a cell, seconds")
+    add("--timeout", type=int, default=CELL_S, help="of a cell, seconds")
     args = parser.parse_args(argv)
     args.smoke |= os.environ.get("BENCH_SMOKE", "0") not in ("", "0")
     if not args.timeout > 0:
-        raise bench.Refusal("--timeout: needs a number of seconds above 0")
+        raise bench.Refusal("--timeout: needs whole seconds above 0")
     for path in args.files:
         read(path)  # a name that is wrong, before minutes of the others
     args.files = args.files or notebooks()
