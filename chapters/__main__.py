@@ -3,6 +3,7 @@
 python -m chapters                    the book: what runs, what is recorded
 python -m chapters SECTION [FLAG …]   run a section or a chapter
 python -m chapters SECTION --source   show its source instead
+python -m chapters WORD [WORD …]      run the one section with these words
 python -m chapters record --help      run everything and keep records
 python -m chapters index [--check]    renew the tables of the READMEs
 python -m chapters notebooks --help   execute the notebooks
@@ -92,15 +93,21 @@ def main(argv: list[str] | None = None) -> int:
         return index.main(rest)
     if first == "notebooks":
         return notebooks.main(rest)
-    found = toc.section(first)
+    if first[:1].isdigit() or first.startswith("-"):
+        found = toc.section(first)
+    else:
+        flags = (i for i, word in enumerate(argv) if word.startswith("-"))
+        end = next(flags, len(argv))
+        found, rest = toc.named(argv[:end]), argv[end:]
+        print(found.heading, flush=True)
     if found.kind == "summary":
         raise bench.Refusal(f"{found.heading}: a summary, there is no script")
-    if not toc.jobs(first):
+    if not toc.jobs(found.number):
         raise bench.Refusal(f"{found.heading}: planned, nothing runs yet")
     if "--source" in rest:
-        show(first)
+        show(found.number)
         return 0
-    return start(first, rest)
+    return start(found.number, rest)
 
 
 if __name__ == "__main__":

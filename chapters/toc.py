@@ -1,5 +1,6 @@
 """Read the table of contents, and ask what of it can run here."""
 
+import difflib
 import functools
 import importlib.util
 import os
@@ -12,6 +13,7 @@ from common import bench
 
 ROOT = Path(__file__).resolve().parent.parent
 TOC = Path(__file__).with_name("toc.toml")
+SHOWN = 12  # titles, of those that hold a word
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,42 @@ def section(number: str) -> Section:
             "lists all of them"
         )
     return load()[number]
+
+
+def named(words: list[str]) -> Section:
+    """Return the one section whose titles and scripts hold every word.
+
+    A title in full finds its section, however many others hold it, too.
+    """
+    text = " ".join(words).casefold()
+    found = [
+        s
+        for s in load().values()
+        if all(word in _words(s) for word in text.split())
+    ]
+    whole = [s for s in found if text in (s.title.casefold(), s.title_zh)]
+    found = whole if len(whole) == 1 else found
+    if len(found) == 1:
+        return found[0]
+    said = f"{text!r} is in several titles; which one?"
+    if not found:
+        titles = {s.title.casefold(): s for s in load().values()}
+        close = difflib.get_close_matches(text, titles)
+        found = [titles[title] for title in close]
+        said = (
+            f"the book has no section {text!r}; "
+            "`python -m chapters` lists all of them"
+        )
+    lines = [f"  {s.heading}" for s in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"  and {len(found) - SHOWN} more")
+    raise bench.Refusal("\n".join([said, *lines]))
+
+
+def _words(found: Section) -> str:
+    """Return what a section may be found by."""
+    scripts = " ".join(m.split(".")[-1] for m in found.modules)
+    return f"{found.heading} {scripts}".casefold()
 
 
 def leaves(number: str) -> list[Section]:

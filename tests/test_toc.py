@@ -96,6 +96,31 @@ def test_numbers_find_their_leaves():
         toc.section("6.9")
 
 
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("specialised optimizers", "6.5.2"),
+        ("Fused operators", "6.2.2"),
+        ("減少CPU 和GPU 間的同步", "6.3"),
+        ("hidden_syncs", "6.3"),
+        ("overlap COPY", "6.1.3"),
+        ("Memory", "2.1.1"),  # in full, though others hold the word
+    ],
+)
+def test_words_find_their_section(words, number):
+    assert toc.named(words.split()).number == number
+
+
+@pytest.mark.parametrize("title", ["title", "title_zh"])
+def test_a_leafs_title_finds_it_or_its_namesakes(title):
+    leaves = [s for s in toc.load().values() if s.kind == "leaf"]
+    for found in leaves:
+        try:
+            assert toc.named(getattr(found, title).split()) == found
+        except bench.Refusal as several:
+            assert found.heading in str(several)
+
+
 def test_the_book_fits_the_terminal():
     lines = book.contents().splitlines()
     assert len(lines) >= LINES
@@ -114,6 +139,10 @@ def columns(text):
     [
         (["6.9"], "no section '6.9'"),
         (["nothing"], "no section 'nothing'"),
+        (["-x"], "no section '-x'"),
+        (["find", "bottlenecks"], "(?s)no section.*  4.3.4  Locating"),
+        (["memory", "bottleneck", "--smoke"], "no section 'memory bottle"),
+        (["copy"], "(?s)several titles.*  6.1.2  Asyn.*  6.1.3  Overlap"),
         (["5"], "planned"),
         (["8.4.1"], "planned"),
         (["6.6"], "summary"),
@@ -141,7 +170,7 @@ def test_a_refusal_ends_with_code_2():
 def test_a_section_runs_and_shows_its_source(capfd):
     assert book.main(["1.2", "--smoke"]) == 0
     assert "1.2  The challenge of data scale" in capfd.readouterr().out
-    assert book.main(["1.1", "--source"]) == 0
+    assert book.main(["model", "scale", "--source"]) == 0
     assert "def smallest_count" in capfd.readouterr().out
     assert book.main(["10.1", "--source"]) == 0
     assert "class GPT(" in capfd.readouterr().out
