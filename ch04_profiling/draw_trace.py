@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from ch04_profiling import accounting, timeline, traces
+from ch04_profiling.profile_ops import named_step
 from common import bench, timers
 
 KINDS = (".png", ".svg", ".pdf")
@@ -50,18 +51,7 @@ def exported(step, steps, path):
             run.step()  # ends a mark "ProfilerStep#n", begins the next
 
 
-def training_step(model, optimizer, inputs):
-    """Ranges with names of our own divide a step in the trace."""
-    with torch.profiler.record_function("forward"):
-        loss = model(inputs).square().mean()
-    with torch.profiler.record_function("backward"):
-        loss.backward()
-    with torch.profiler.record_function("update"):
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-TECHNIQUES = (exported, training_step)
+TECHNIQUES = (exported,)
 RANGES = ("forward", "backward", "update")
 
 
@@ -76,9 +66,9 @@ def record(device, steps, width, path):
     ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(width, width, device=device)
-    training_step(model, optimizer, inputs)
+    named_step(model, optimizer, inputs)
     timers.synchronize(device)
-    exported(lambda: training_step(model, optimizer, inputs), steps, str(path))
+    exported(lambda: named_step(model, optimizer, inputs), steps, str(path))
 
 
 def lane_rows(trace, account, low, high):

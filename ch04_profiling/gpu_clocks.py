@@ -87,9 +87,9 @@ def state_rows(nvml, gpu):
     """Return rows: what the device supports, and how it runs now."""
     ask = Quiet(nvml)
     try:
-        clocks = supported_clocks(nvml, gpu)
-    except Exception:
-        clocks = {}
+        clocks, untold = supported_clocks(nvml, gpu), {}
+    except Exception as error:  # a laptop's or a virtual GPU has no list
+        clocks, untold = {}, {"graphics": f"no list of clocks ({error})"}
     told = [f"{n} to {m} MHz in {k} steps" for n, m, k in clocks.values()]
     mask = ask.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
     watts = ask.nvmlDeviceGetPowerUsage(gpu)
@@ -97,7 +97,7 @@ def state_rows(nvml, gpu):
     rows = {
         f"graphics, memory at {memory} MHz": text
         for memory, text in zip(clocks, told, strict=True)
-    }
+    } | untold
     for name, kind in (("graphics", 0), ("memory", 2)):
         now = ask.nvmlDeviceGetClockInfo(gpu, kind)
         rows[f"{name} now"] = now and f"{now} MHz"

@@ -104,6 +104,17 @@ def test_unasked_it_changes_nothing(capsys):
     assert "nothing was changed" in capsys.readouterr().out
 
 
+def test_a_gpu_without_a_list_of_clocks_says_why(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr(Driver, "nvmlDeviceGetSupportedMemoryClocks", refuse)
+    rows = gpu_clocks.state_rows(Driver(), "gpu0")
+    told = {row["name"]: row["value"] for row in rows}
+    assert told["graphics"] == "no list of clocks (Not Supported)"
+    assert told["graphics now"] == "1980 MHz"
+
+
 def test_asked_it_locks_measures_and_unlocks():
     driver = Driver()
     argv = ["--smoke", "--device", "cpu", "--pin", "1500"]
