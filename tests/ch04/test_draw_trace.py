@@ -219,7 +219,7 @@ def test_techniques_can_be_pasted(pasted, tmp_path):
 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = pasted(draw_trace.training_step)
+    step = pasted(draw_trace.named_step)
     path = str(tmp_path / "pasted.json")
     pasted(draw_trace.exported)(
         lambda: step(model, optimizer, torch.ones(2, 4)), 3, path
