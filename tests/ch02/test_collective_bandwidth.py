@@ -250,7 +250,7 @@ def checked(world, names):
     """Be one rank: call techniques pasted under torch; say what is right."""
     import inspect
 
-    me = ranks.init(timeout_s=60)
+    me = ranks.init(timeout_s=300)
     right = {}
     for collective, name in zip(COLLECTIVES, names, strict=True):
         call, answer = call_of(collective, 4 * 60, me)
@@ -269,7 +269,7 @@ def checked(world, names):
 @pytest.mark.parametrize("world", [2, 4])
 def test_techniques_are_right_when_pasted(world):
     names = [c.replace("-", "_") for c in COLLECTIVES]
-    for right in ranks.spawn(checked, world, world, names, timeout_s=60):
+    for right in ranks.spawn(checked, world, world, names, timeout_s=300):
         assert not right.pop("an average")
         assert all(right.values()), right
 

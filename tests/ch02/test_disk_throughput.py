@@ -166,7 +166,7 @@ def test_a_signal_leaves_nothing_behind(number, tmp_path):
         time.sleep(0.02)
     assert list(tmp_path.iterdir())
     job.send_signal(number)
-    errors = job.communicate(timeout=60)[1]
+    errors = job.communicate(timeout=120)[1]
     assert job.returncode == 128 + number, errors
     assert b"Traceback" not in errors
     assert not list(tmp_path.iterdir())

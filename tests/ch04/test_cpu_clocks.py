@@ -306,7 +306,7 @@ def test_a_signal_undoes_it(intel, number, call):
             if line.strip() == "ready":
                 assert contents(intel) != before
                 process.send_signal(number)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert contents(intel) == before
     assert process.returncode in (128 + number, -number)
 
@@ -346,7 +346,7 @@ def test_a_finally_block_alone_would_leave_it_set(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert path.read_text() == "1"
 
 

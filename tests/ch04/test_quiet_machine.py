@@ -274,7 +274,7 @@ def test_sigterm_undoes_it():
             told.append(line.strip())
             if told[-1] == "ready":
                 process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     assert f"undone {len(os.sched_getaffinity(0))}" in told
     assert process.returncode == 128 + signal.SIGTERM
 

@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_no_process_and_keeps_rows(tmp_path):
     _, words = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in words
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

@@ -22,7 +22,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 from common import ranks
 
-rank = ranks.init(timeout_s=60)
+rank = ranks.init(timeout_s=300)
 values = torch.full((1000,), float(rank.rank + 1))
 dist.all_reduce(values)
 ranks.finish()

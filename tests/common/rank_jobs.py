@@ -22,12 +22,12 @@ def summed(folder=None) -> dict:
     from common import ranks
 
     for _ in range(2):  # joining a second time works
-        rank = ranks.init(timeout_s=60)
+        rank = ranks.init(timeout_s=300)
         assert ranks.init() == rank
         values = torch.full((ELEMENTS,), float(rank.rank + 1))
         dist.all_reduce(values)
         ranks.finish()
-    ranks.init(timeout_s=60)
+    ranks.init(timeout_s=300)
     answer = {
         "sum": values.unique().tolist(),
         "rank": rank.rank,
@@ -69,7 +69,7 @@ def unequal_counts(counts: list[int]) -> tuple[int, float, float]:
 
     from common import ranks
 
-    rank = ranks.init(timeout_s=60)
+    rank = ranks.init(timeout_s=300)
     torch.manual_seed(0)
     layer = torch.nn.Linear(16, 7)
     x = torch.randn(len(counts), max(counts), 16)
@@ -102,7 +102,7 @@ def broken_peer() -> None:
 
     from common import ranks
 
-    rank = ranks.init(timeout_s=60)
+    rank = ranks.init(timeout_s=300)
     dist.all_reduce(torch.ones(1))
     if rank.rank == 1:
         raise ValueError("the data of rank 1 are broken")

@@ -212,7 +212,7 @@ def end_by_sigterm(block):
             told.append(line.strip())
             if told[-1] == "ready":
                 process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)
     return told, process.returncode
 
 
