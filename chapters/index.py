@@ -82,12 +82,22 @@ def recorded(found: toc.Section) -> dict[str, str]:
 # ---- tables --------------------------------------------------------------
 
 
-def ratio(value: float, interval: list | None) -> str:
-    """Write a ratio with its interval, or that no difference was seen."""
+def ratio(
+    value: float, interval: list | None, differs: bool | None = None
+) -> str:
+    """Write a ratio with its interval, or that no difference was seen.
+
+    Args:
+        value: baseline over variant.
+        interval: (low, high), where there is one.
+        differs: what the comparer said, where the record has it.
+    """
     if not interval:
         return f"{value:.2f}×"
     low, high = interval
-    if low <= 1 + judging.SMALLEST and high >= 1 - judging.SMALLEST:
+    if differs is None:
+        differs = low > 1 + judging.SMALLEST or high < 1 - judging.SMALLEST
+    if not differs:
         return "no difference measured"
     return f"{value:.2f}× [{low:.2f}, {high:.2f}]"
 
@@ -145,14 +155,23 @@ def compared(entry: dict) -> tuple[str, str]:
     for title, rows in tables.items():
         names = [str(row["name"]) for row in rows]
         ratios = [
-            ratio(row["ratio"], row.get("ratio_interval")) for row in rows[1:]
+            ratio(row["ratio"], row.get("ratio_interval"), row.get("differs"))
+            for row in rows[1:]
         ]
         if len(rows) > 2:
             pairs = zip(names[1:], ratios, strict=True)
             ratios = ["; ".join(f"{n} {r}" for n, r in pairs)]
+        if any(row.get("noisy") for row in rows):
+            ratios[0] += " (noisy)"
         changes.append(" → ".join(names))
         words.append(f"{title}: {ratios[0]}" if title else ratios[0])
     return "; ".join(changes), "<br>".join(words)
+
+
+def counted(entry: dict, column: str) -> str:
+    """Return what a record counted from row to row; the times left out."""
+    found = [row[column] for row in entry["rows"] if column in row]
+    return f"{column}: {' → '.join(map(str, found))}" if found else "recorded"
 
 
 def memory_ratio(row: dict, before: dict | None) -> str:
@@ -201,6 +220,8 @@ def section_row(found: toc.Section, folder: Path) -> list[str]:
             changes, text = climbed(entry, found.number)
         else:
             changes, text = compared(entry)
+            if found.counts and not entry["machine"].get("gpu"):
+                text = counted(entry, found.counts)
         change = change or changes
         ratios.append(f"{text}{age(entry, module)} (`{name}`)")
     change = found.shows or change or doc_line(found.modules[0], "Question")

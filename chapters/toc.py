@@ -28,6 +28,7 @@ class Section:
     modules: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     shows: str | None = None
+    counts: str | None = None
     source: str | None = None
     needs: tuple[str, ...] = ("cpu",)
     budget: bool = False
