@@ -20,30 +20,37 @@ def runs_here(found: toc.Section) -> str:
     """Say in a few words whether a leaf runs on this machine."""
     if found.planned:
         return "planned"
-    missing = toc.missing(found)
-    return f"without {', '.join(missing)}" if missing else "yes"
+    missing = [index.NEEDS.get(n, n[5:]) for n in toc.missing(found)]
+    return f"in part: no {', '.join(missing)}" if missing else "yes"
 
 
 def contents() -> str:
-    """Return the book as a table of at most 100 columns."""
-    rows = []
+    """Return the book as a table of at most 100 columns, and its machines."""
+    rows, letters = [], {}
     for found in toc.load().values():
         if found.kind == "chapter" and rows:
             rows.append({})
         row = {"section": found.number, "title": found.titles}
         if found.kind == "leaf":
             row["here"] = runs_here(found)
-            machines = index.recorded(found)
-            row["recorded"] = ", ".join(f"{m}{a}" for m, a in machines.items())
+            words = []
+            for name, age in index.recorded(found).items():
+                letter = letters.setdefault(name, f"[{len(letters) + 1}]")
+                words.append(f"{letter}{' older' if age else ''}")
+            row["recorded"] = " ".join(words)
         rows.append(row)
     columns = {
         "section": "",
         "title": "title",
         "here": "runs here",
-        "recorded": "recorded on",
+        "recorded": "recorded",
     }
     blank = dict.fromkeys(columns, "")
-    return bench.table([blank | row for row in rows], columns)
+    table = bench.table([blank | row for row in rows], columns)
+    machines = [f"{letter} {name}" for name, letter in letters.items()]
+    if any("older" in row.get("recorded", "") for row in rows):
+        machines.append("older: the script has changed since")
+    return "\n".join([table, "", *machines])
 
 
 def show(number: str) -> None:
@@ -72,9 +79,35 @@ def start(number: str, extra: list[str]) -> int:
             if several:
                 print(f"── {' '.join(command)}", flush=True)
             words = [sys.executable, "-m", *command, *extra]
-            done = subprocess.run(words, env=record.environment(None))
-            worst = worst or done.returncode
+            code, interrupted = ended(words)
+            worst = worst or code
+            if interrupted:
+                return worst
     return worst
+
+
+def ended(words: list[str]) -> tuple[int, bool]:
+    """Run a command until it has ended by itself, whatever interrupts us.
+
+    It restores clocks, removes networks and keeps finished rows: it is never
+    killed, as ``subprocess.run`` would.  Ctrl-C reaches it from the terminal;
+    SIGTERM, and a second Ctrl-C, are handed on.
+
+    Returns:
+        (its exit code, whether it was interrupted).
+    """
+    child = subprocess.Popen(words, env=record.environment(None))
+    interrupted = False
+    while True:
+        try:
+            return child.wait(), interrupted
+        except KeyboardInterrupt:
+            if interrupted:
+                child.terminate()
+            interrupted = True
+        except SystemExit:  # SIGTERM, by bench.run
+            child.terminate()
+            interrupted = True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         print(contents())
         return 0
     first, *rest = argv
+    first = first.strip(" §.") or first
     if first in ("-h", "--help"):
         print(__doc__.strip())
         return 0

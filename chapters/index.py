@@ -94,12 +94,8 @@ def ratio(
     """
     if not interval:
         return f"{value:.2f}×"
-    low, high = interval
-    if differs is None:
-        differs = low > 1 + judging.SMALLEST or high < 1 - judging.SMALLEST
-    if not differs:
-        return "no difference measured"
-    return f"{value:.2f}× [{low:.2f}, {high:.2f}]"
+    words = judging.verdict(value, interval, differs is not False)[1]
+    return words.removesuffix(" here")
 
 
 def cells(text: str) -> str:

@@ -22,6 +22,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -32,7 +33,7 @@ LIMIT = 500_000  # bytes of a notebook with its outputs
 CELL_S = 900  # the longest that one cell may take
 HASH = "executed_sha256"
 STAMP = "executed_on"
-TITLE = re.compile(r"^#+ +(\d+(?:\.\d+)*) +(.+?) *$", re.MULTILINE)
+TITLE = re.compile(r"^(#+) +(\d+(?:\.\d+)*) +(.+?) *$", re.MULTILINE)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 SAID = ("Predict · 預測", "Exercise · 練習")  # in every section
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -216,6 +217,8 @@ def tidy(book):
         cell.metadata.clear()
         cell.metadata.update(kept)
         cell.source = cell.source.rstrip("\n")
+        if shows(cell):
+            cell.outputs = [o for o in cell.outputs if "data" in o]
         for output in cell.get("outputs", []):
             if "text" in output:
                 output.text = plain(output.text)
@@ -223,7 +226,11 @@ def tidy(book):
                 if kind.startswith("text/") and isinstance(value, str):
                     output.data[kind] = plain(value)
             if "metadata" in output:
-                output.metadata.clear()
+                output.metadata = {  # a picture's words, for who cannot see it
+                    kind: {"alt": about["alt"]}
+                    for kind, about in output.metadata.items()
+                    if isinstance(about, dict) and "alt" in about
+                }
     book.nbformat, book.nbformat_minor = 4, 5
     return book
 
@@ -271,7 +278,7 @@ def sections(book) -> dict[str, list]:
         heads = []
         if cell.cell_type == "markdown":
             heads = TITLE.findall(cell.source)
-        for number, _ in heads:
+        for _, number, _ in heads:
             here = found.setdefault(number, [])
         here.append(cell)
     return found
@@ -285,13 +292,19 @@ def paragraphs(cells: list) -> list[str]:
 
 
 def misnamed(path: Path, book) -> list[str]:
-    """Compare headings with the book's contents: what is wrong or missing."""
+    """Compare headings with the book's contents: what is wrong or missing.
+
+    Their levels are the book's, so that an outline has its shape.
+    """
     contents, found = toc.load(), sections(book)
     said = []
     for cell in book.cells:
         if cell.cell_type != "markdown":
             continue
-        for number, titles in TITLE.findall(cell.source):
+        for level, number, titles in TITLE.findall(cell.source):
+            right = "#" * (1 + number.count("."))
+            if level != right:
+                said.append(f"{number}: its heading begins with {right}")
             if number not in contents:
                 said.append(f"the book has no section {number}")
             elif titles != contents[number].titles:
@@ -377,17 +390,25 @@ def problems(path: Path) -> list[str]:
     return said
 
 
+def shows(cell) -> bool:
+    """Say whether a cell does nothing but display sources.
+
+    What is printed there is an earlier cell's: of a process or a thread that
+    it started, and that was late.
+    """
+    return cell.cell_type == "code" and cell.source.startswith("show(")
+
+
 def replays(cell) -> bool:
     """Say whether a cell's text depends on the repository alone."""
-    tagged = "replay" in cell.metadata.get("tags", [])
-    return tagged or cell.source.startswith("show(")
+    return shows(cell) or "replay" in cell.metadata.get("tags", [])
 
 
 def texts(cell) -> list[str]:
     """Return what a cell's outputs say, pictures and warnings left out."""
     said = []
     for output in cell.outputs:
-        if output.get("name") != "stderr":  # may be an earlier cell's child
+        if output.get("name") != "stderr" and not shows(cell):
             said.append(output.get("text", ""))
         data = output.get("data", {})
         said += [
@@ -404,14 +425,14 @@ def outdated(path: Path, now) -> list[str]:
             continue
         lines = ["\n".join(texts(c)).splitlines() for c in (old, new)]
         if lines[0] != lines[1]:
-            first = old.source.splitlines()[0]
+            name = textwrap.shorten(old.source, 60, placeholder=" …")
             was, now_ = next(
                 pair
                 for pair in itertools.zip_longest(*lines)
                 if pair[0] != pair[1]
             )
             said.append(
-                f"{first!r} shows something else today: {now_!r}, not {was!r}"
+                f"{name!r} shows something else today: {now_!r}, not {was!r}"
             )
     return said
 

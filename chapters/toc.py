@@ -108,7 +108,7 @@ def named(words: list[str]) -> Section:
 def _words(found: Section) -> str:
     """Return what a section may be found by."""
     scripts = " ".join(m.split(".")[-1] for m in found.modules)
-    return f"{found.heading} {scripts}".casefold()
+    return f"{found.heading} {scripts} {found.folder or ''}".casefold()
 
 
 def leaves(number: str) -> list[Section]:

@@ -364,7 +364,9 @@ def _bound_s(flops, bytes, dtype: str, device: torch.device) -> float | None:
     bounds = []
     if flops and peaks["gemm_flops"].get(dtype):
         bounds.append(flops / peaks["gemm_flops"][dtype])
-    if bytes and peaks.get("copy_bytes_per_s"):
+    # the memory's rate is no ceiling for what a cache may hold
+    reaches_memory = bytes and bytes > (peaks.get("cache_bytes") or 0)
+    if reaches_memory and peaks.get("copy_bytes_per_s"):
         bounds.append(bytes / peaks["copy_bytes_per_s"])
     return max(bounds, default=None)
 
@@ -417,7 +419,8 @@ def compare(
         gradients: tolerance of what lies below a result's "gradients" key.
         flops: per call, or per row; with ``bytes`` and ``dtype`` they add
             the share of this machine's measured ceiling.
-        bytes: moved per call, read and written, or per row.
+        bytes: moved per call, read and written, or per row; a ceiling only
+            where they are more than the caches hold.
         dtype: whose GEMM ceiling counts.
         expect: what should happen; else the docstring's Expect.
         budget_s: seconds of timing for all rows; 20 rounds take place

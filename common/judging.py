@@ -54,6 +54,27 @@ def lasts(ratios: np.ndarray) -> bool:
     return bool(min(parts) > 1 + SMALLEST or max(parts) < 1 - SMALLEST)
 
 
+def verdict(
+    ratio: float, interval: Sequence[float], steady: bool = True
+) -> tuple[bool, str]:
+    """Say whether two times differ, and put it in words.
+
+    Args:
+        ratio: baseline over variant.
+        interval: (low, high) of it.
+        steady: whether every third of the rounds says so (``lasts``).
+
+    Returns:
+        (differs, words).  An interval beyond what two copies of one function
+        show, that does not last, claims nothing, and is not hidden either.
+    """
+    low, high = interval
+    if low <= 1 + SMALLEST and high >= 1 - SMALLEST:
+        return False, "no difference measured here"
+    words = f"{ratio:.2f}× [{low:.2f}, {high:.2f}]"
+    return steady, words if steady else f"unsteady: {words}"
+
+
 def judge(
     names: Sequence[str], samples: np.ndarray, smoke: bool = False
 ) -> list[dict]:
@@ -77,16 +98,13 @@ def judge(
         q1, median, q3 = np.quantile(samples[:, i], [0.25, 0.5, 0.75])
         if i == 0:
             ratio = low = high = 1.0
-            differs, verdict = None, "baseline"
+            differs, said = None, "baseline"
         else:
             ratio, low, high = bootstrap_ratio(samples[:, 0], samples[:, i])
-            differs = high < 1 - SMALLEST or low > 1 + SMALLEST
-            differs = differs and lasts(samples[:, 0] / samples[:, i])
-            verdict = "no difference measured here"
-            if differs:
-                verdict = f"{ratio:.2f}× [{low:.2f}, {high:.2f}]"
+            steady = lasts(samples[:, 0] / samples[:, i])
+            differs, said = verdict(ratio, (low, high), steady)
             if smoke:
-                differs, verdict = None, "smoke run: not judged"
+                differs, said = None, "smoke run: not judged"
         rows.append(
             {
                 "name": name,
@@ -98,7 +116,7 @@ def judge(
                 "ratio": ratio,
                 "ratio_interval": [low, high],
                 "differs": differs,
-                "verdict": verdict,
+                "verdict": said,
                 "noisy": bool(q3 - q1 > NOISY * median),
             }
         )

@@ -37,6 +37,23 @@ def test_ratios():
     assert index.ratio(1.01, [0.98, 1.04]) == "no difference measured"
     assert index.ratio(1.02, [1.005, 1.04]) == "no difference measured"
     assert index.ratio(2.0, None) == "2.00×"
+    said = "unsteady: 1.85× [1.80, 1.90]"
+    assert index.ratio(1.85, [1.8, 1.9], differs=False) == said
+
+
+def test_a_table_says_what_the_record_says():
+    for found in toc.load().values():
+        if found.kind != "chapter":
+            continue
+        for scripts in index.entries(toc.folder(found)).values():
+            for entry in scripts.values():
+                for row in entry["rows"]:
+                    if row.get("differs") is None:
+                        continue
+                    said = index.ratio(
+                        row["ratio"], row["ratio_interval"], row["differs"]
+                    )
+                    assert row["verdict"].startswith(said), row
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import ast
 import hashlib
+import os
+import signal
 import subprocess
 import sys
 
@@ -104,6 +106,7 @@ def test_numbers_find_their_leaves():
         ("減少CPU 和GPU 間的同步", "6.3"),
         ("hidden_syncs", "6.3"),
         ("overlap COPY", "6.1.3"),
+        ("ch06", "6"),
         ("Memory", "2.1.1"),  # in full, though others hold the word
     ],
 )
@@ -172,5 +175,55 @@ def test_a_section_runs_and_shows_its_source(capfd):
     assert "1.2  The challenge of data scale" in capfd.readouterr().out
     assert book.main(["model", "scale", "--source"]) == 0
     assert "def smallest_count" in capfd.readouterr().out
+    assert book.main(["§1.1.", "--source"]) == 0
+    assert "def smallest_count" in capfd.readouterr().out
     assert book.main(["10.1", "--source"]) == 0
     assert "class GPT(" in capfd.readouterr().out
+
+
+SLOW_TO_END = """
+import sys, time
+sys.path.insert(0, {root!r})
+from common import bench
+
+def main():
+    try:
+        print("ready", flush=True)
+        time.sleep(300)
+    finally:
+        time.sleep(1)  # more than subprocess.run would wait
+        print("restored", flush=True)
+
+bench.run(main)
+"""
+STARTS = """
+import sys
+sys.path.insert(0, {root!r})
+import chapters.__main__ as book
+from common import bench
+
+words = [sys.executable, "-c", {child!r}]
+bench.run(lambda: book.ended(words)[0])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.parametrize(("send", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_what_runs_restores_before_it_ends(send, code):
+    """The known wrong version (subprocess.run) kills it at once."""
+    child = SLOW_TO_END.format(root=str(toc.ROOT))
+    program = STARTS.format(root=str(toc.ROOT), child=child)
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        if send == "SIGINT":  # as a terminal does: all of the group
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.terminate()
+        assert process.stdout.read() == "restored\n"
+        assert process.wait() == code

@@ -653,3 +653,4 @@ def test_a_burst_is_no_difference():
     row = judging.judge(["a", "b"], samples)[1]
     assert row["ratio_interval"][0] > 1 + judging.SMALLEST
     assert row["differs"] is False  # the interval alone would claim it
+    assert row["verdict"].startswith("unsteady: 1.0")  # and is not hidden
