@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -225,6 +225,14 @@ def script_hash(file: str | Path) -> str:
     """Return the SHA-256 of a script, the same under any line ending."""
     source = Path(file).read_bytes().replace(b"\r\n", b"\n")
     return hashlib.sha256(source).hexdigest()
+
+
+def digests(files: Iterable[str]) -> dict[str, str]:
+    """Return {file: part of its SHA-256}, of files named from the root.
+
+    In a record's ``key.sources`` they say what else made its figures.
+    """
+    return {name: script_hash(ROOT / name)[:16] for name in files}
 
 
 def _refuse_unsavable(args: argparse.Namespace) -> dict:

@@ -1,8 +1,11 @@
 """The comparison with nanoGPT, held against a stand-in of the same shape."""
 
+import json
+
 import pytest
 
 from benchmarks import against_nanogpt
+from common import bench
 from common.bench import Mismatch, Refusal
 
 # the names of nanoGPT's model, our arithmetic
@@ -58,6 +61,34 @@ def test_rows_and_shares(tmp_path, capsys):
         assert row["tokens_per_s"] == 512 / row["median_s"]
     said = capsys.readouterr().out
     assert "V 50304" in said and "512 tokens per update" in said
+
+
+def test_the_record_of_the_log_is_a_second_case(tmp_path, capsys):
+    """Its last configuration, whatever precision it ended with."""
+    last = {"preset": "gpt2-tiny", "sequences": 4, "micro_batch": 2}
+    last |= {"T": 32, "precision": "bfloat16", "optimizer": "fused"}
+    record = tmp_path / "record.json"
+    record.write_text(
+        json.dumps({"ch10_gpt2.ladder": {"final": {"config": last}}})
+    )
+    (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", "1"))
+    rows = against_nanogpt.main(
+        ["--nanogpt", str(tmp_path), "--log", str(record), "--smoke"]
+        + ["--no-compile", "--vocab-size", "50304", "--device", "cpu"]
+    )
+    assert len(rows) == 4
+    assert rows[2]["tokens_per_s"] == 4 * 32 / rows[2]["median_s"]
+    said = capsys.readouterr().out
+    assert "128 tokens per update, 2 sequences" in said
+    assert "as the log ends, in float32" in said
+    config = against_nanogpt.last_of(record)
+    assert config.precision == "bfloat16"  # which main replaces
+
+
+def test_its_age_is_that_of_the_trainer():
+    files = bench.digests(against_nanogpt.SOURCES)
+    assert all(len(digest) == 16 for digest in files.values())
+    assert "ch10_gpt2/train.py" in files
 
 
 def test_another_model_is_noticed(tmp_path):
