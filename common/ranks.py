@@ -69,6 +69,7 @@ def init(device: str | torch.device = "cpu", timeout_s: float = 300) -> Rank:
 
     Raises:
         Refusal: fewer GPUs than ranks, or a device that cannot communicate.
+        RuntimeError: another rank did not join in time.
     """
     device, backend = torch.device(device), "gloo"
     if "RANK" not in os.environ:
@@ -94,14 +95,22 @@ def init(device: str | torch.device = "cpu", timeout_s: float = 300) -> Rank:
         end_with_launcher()
         _prefer_loopback()
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            backend,
-            timeout=timeout,
-            store=_store(rank, world, timeout, next(_times_joined)),
-            rank=rank,
-            world_size=world,
-            device_id=device if device.type == "cuda" else None,
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                timeout=timeout,
+                store=_store(rank, world, timeout, next(_times_joined)),
+                rank=rank,
+                world_size=world,
+                device_id=device if device.type == "cuda" else None,
+            )
+        except RuntimeError as error:
+            if re.search("time(d )?out", str(error), re.IGNORECASE) is None:
+                raise
+            raise RuntimeError(  # the late one says nothing: it is not there
+                f"rank {rank} waited {timeout_s:g} s for all {world} ranks "
+                "to join, and one of them did not come"
+            ) from None
     return Rank(rank, world, local_rank, device)
 
 

@@ -1,11 +1,8 @@
 """What holds for every test: no network, one thread, nobody's caches."""
 
-import functools
 import inspect
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import types
@@ -51,23 +48,6 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
-@functools.cache
-def namespaces() -> str | None:
-    """Return why no network namespace can be made here, or None."""
-    if getattr(os, "geteuid", lambda: 1)() != 0:
-        return "needs root"
-    if shutil.which("ip") is None:
-        return "needs `ip` (iproute2)"
-    name = f"probe{os.getpid()}"
-    for words in (["add"], ["delete"]):
-        done = subprocess.run(
-            ["ip", "netns", *words, name], capture_output=True, text=True
-        )
-        if done.returncode:
-            return f"no network namespaces here: {done.stderr.strip()}"
-    return None
-
-
 @pytest.fixture
 def pasted():
     """Return a function that runs a technique's source under torch only.
@@ -93,8 +73,11 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("ranks"):
         if not torch.distributed.is_available():
             pytest.skip("this torch has no torch.distributed")
-    if item.get_closest_marker("root") and (reason := namespaces()):
-        pytest.skip(reason)
+    if item.get_closest_marker("root"):
+        from common import ranks
+
+        if reason := ranks.can_netns():
+            pytest.skip(reason)
 
 
 def pytest_report_header(config):

@@ -156,6 +156,15 @@ def fail(how: str, folder: str) -> None:
     os._exit({"exit": 7, "refuse": 2}[how])
 
 
+def join_alone() -> None:
+    """Rank 0 joins; rank 1 is late for ever."""
+    from common import ranks
+
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    ranks.init(timeout_s=1)
+
+
 def say(text: str) -> None:
     """Print a text."""
     print(text)

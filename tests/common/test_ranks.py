@@ -212,6 +212,13 @@ def test_the_rank_that_failed_is_named_not_its_victim():
     assert "data of rank 1 are broken" in str(error.value)
 
 
+@pytest.mark.ranks
+def test_a_rank_that_does_not_come_is_said():
+    said = "rank 0 waited 1 s for all 2 ranks to join"
+    with pytest.raises(RuntimeError, match=said):
+        ranks.wait(ranks.launch("rank_jobs", ["join_alone"]), 300)
+
+
 @posix
 @pytest.mark.ranks
 def test_late_ranks_are_ended(tmp_path):
