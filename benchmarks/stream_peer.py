@@ -26,7 +26,7 @@ from common import bench, ceilings, machine
 BAR = 0.15  # of the tool's figure
 MIB = 2**20
 LOOP = "loop in C"
-MEMMOVE = "memory, copied by the C library"
+MEMMOVE = "memory, copied by memmove"
 SCALAR = "it is scalar"
 
 

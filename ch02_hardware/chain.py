@@ -1,7 +1,7 @@
 """Loads that wait for each other: a loop in C, built by the system's compiler.
 
 Python takes some 50 ns per step, ten times as long as an access it would
-time.  The loop is compiled once per source and machine, in the user's cache.
+time.  A source is compiled once per machine, in the user's cache.
 """
 
 import atexit
@@ -26,8 +26,20 @@ SOURCE = Path(__file__).with_name("chain.c")
 def follow():
     """Return the C function (address, place, steps) -> place, built once.
 
-    The library is compiled in a folder of its own and moved to the cache
-    whole; a cache that others can write to is passed over.
+    Raises:
+        bench.Refusal: no compiler, or it fails.
+    """
+    function = library(SOURCE).follow
+    function.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    function.restype = ctypes.c_int64
+    return function
+
+
+def library(source):
+    """Return the functions of a C file, as ctypes loads them.
+
+    It is compiled in a folder of its own and moved to the cache whole; a
+    cache that others can write to is passed over.
 
     Raises:
         bench.Refusal: no compiler, or it fails.
@@ -38,33 +50,31 @@ def follow():
     found = next(filter(None, map(shutil.which, tried)), None)
     if not found:
         raise bench.Refusal(f"no C compiler ({', '.join(tried)}) on the PATH")
-    command = [found, *more, "-O2", "-shared", "-fPIC", str(SOURCE), "-o"]
-    key = repr([command[:-2], platform.machine(), SOURCE.read_bytes()])
+    command = [found, *more, "-O3", "-shared", "-fPIC", str(source), "-o"]
+    key = repr([command[:-2], platform.machine(), source.read_bytes()])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = machine.cache_dir() / "ops"
-    library = folder / f"chain-{key}{'.dll' if os.name == 'nt' else '.so'}"
+    suffix = ".dll" if os.name == "nt" else ".so"
+    made = folder / f"{source.stem}-{key}{suffix}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     ours = folder.is_dir() and machine.only_ours(folder)
-    if not (ours and library.exists() and machine.only_ours(library)):
-        library = built(command, library, folder if ours else None)
+    if not (ours and made.exists() and machine.only_ours(made)):
+        made = built(command, made, folder if ours else None)
     try:
-        function = ctypes.CDLL(str(library)).follow
-    except (OSError, AttributeError) as error:
+        return ctypes.CDLL(str(made))
+    except OSError as error:
         raise bench.Refusal(f"the loop does not load: {error}") from None
-    function.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
-    function.restype = ctypes.c_int64
-    return function
 
 
-def built(command, library, folder):
-    """Compile beside ``library``, or without ``folder`` for this process."""
+def built(command, wanted, folder):
+    """Compile beside ``wanted``, or without ``folder`` for this process."""
     try:
         scratch = tempfile.mkdtemp(prefix="build-", dir=folder)
     except OSError:  # a folder that cannot be written
         scratch, folder = tempfile.mkdtemp(prefix="chain-"), None
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    made = Path(scratch) / library.name
+    made = Path(scratch) / wanted.name
     try:
         done = subprocess.run(
             [*command, str(made)], cwd=scratch, capture_output=True, timeout=60
@@ -76,6 +86,6 @@ def built(command, library, folder):
         raise bench.Refusal(f"{command[0]} cannot build the loop: {words:.60}")
     made.chmod(0o700)  # a umask may let a group write
     try:
-        return made.replace(library) if folder else made
+        return made.replace(wanted) if folder else made
     except OSError:  # Windows, where another process has loaded the same
         return made

@@ -4,8 +4,8 @@
 Question  How long does a collective take, and which share of the link is used?
 Expect    start + bytes / bandwidth; of S bytes each of n ranks must send
           2 (n - 1) / n S in an all-reduce, (n - 1) / n S in an all-gather, a
-          reduce-scatter and an all-to-all, S in a broadcast: so the bus
-          bandwidths are alike and the slowest link's
+          reduce-scatter and an all-to-all, S in a broadcast: so where a link
+          decides, the bus bandwidths are alike and the slowest link's
 Run       python -m ch02_hardware.collective_bandwidth [--ranks 4] [--smoke]
           python -m ch02_hardware.collective_bandwidth --hosts [--netns]
 """
@@ -91,6 +91,7 @@ COLLECTIVES += ("all-to-all",)
 NAMESPACES = "two namespaces"
 GRADIENT = 4 * 124_439_808  # bytes of GPT-2's, in float32
 BUCKET = 25 * 2**20  # bytes of each of DDP's messages
+LEAST_RATE = 1e6 / 8  # bytes per second: minutes for all messages
 
 
 # --- one rank ----------------------------------------------------------------
@@ -142,18 +143,25 @@ def sent():
     return int(line.split(":")[1].split()[8])
 
 
+def warm_calls(size):
+    """Return how many calls use up a shaper's credit."""
+    return min(64, max(1, 2**20 // size))
+
+
 def timed(collective, size, me, smoke, budget_s=0.15):
     """Return what all ranks see of one collective at one size."""
     call, right = call_of(collective, size, me)
     wrong = float(not torch.equal(call(), right))
-    warm = min(64, max(1, 2**20 // size))  # a shaper's credit is used up
-    first_s, wrong = slowest([timers.wall(call, warm, me.device), wrong], me)
+    first_s = timers.wall(call, warm_calls(size), me.device)
+    first_s, wrong = slowest([first_s, wrong], me)
     rounds = 3 if smoke or first_s > budget_s / 3 else 7
     calls = 1 if smoke else max(1, int(budget_s / rounds / first_s))
+    dist.barrier()  # a call ends here before its bytes have left
     samples, before = [], sent()
     for _ in range(rounds):
         dist.barrier()
         samples.append(timers.wall(call, calls, me.device))
+    dist.barrier()
     times = None if before is None else (sent() - before) / size
     took_s = statistics.median(slowest(samples, me))
     return {
@@ -214,6 +222,13 @@ def sizes_for(smoke, rate=None):
         top = min(max(top, 2**20), 2**24)
         return [top // 16, top // 4, top]
     return [2**10, 2**16] if smoke else [2**k for k in range(10, 26, 5)]
+
+
+def least_s(sizes, rate, world):
+    """Return the seconds for which a job keeps a slow link busy, at least."""
+    calls = [1 + warm_calls(size) + 3 for size in sizes]  # see timed
+    total = sum(n * size for n, size in zip(calls, sizes, strict=True))
+    return total * sum(bus_factor(c, world) for c in COLLECTIVES) / rate
 
 
 # --- what it means -----------------------------------------------------------
@@ -292,7 +307,12 @@ def flags(parser):
 
 def told(args):
     """Refuse what cannot be met, and return the link's rate or None."""
-    rate = rate_of(args.rate) if args.rate else None
+    rate = None if args.rate is None else rate_of(args.rate)
+    if rate is not None and rate < LEAST_RATE:
+        raise bench.Refusal(
+            f"--rate {args.rate}: the messages would take longer than anybody "
+            "waits; 1mbit is the least"
+        )
     if args.ranks < 2 or args.hosts and args.ranks % 2:
         raise bench.Refusal(
             f"--ranks {args.ranks}: at least 2, and an even number on 2 hosts"
@@ -330,6 +350,10 @@ def main(argv=None):
     measured = {"one host": found}
     if args.hosts:
         place = NAMESPACES if args.netns else "two agents"
+        slow_s = least_s(sizes, rate, args.ranks) if rate else 0
+        if slow_s > 30:
+            words = tables.seconds(slow_s)
+            print(f"the messages need {words} at {args.rate}", flush=True)
         measured[place] = over_hosts(args, rate)
     return shown(args, measured, rate)
 
@@ -383,8 +407,47 @@ def shown(args, measured, rate):
     return rows + found + cost
 
 
+def apart(args, rows, found):
+    """Yield where bus bandwidths are not alike though all sums are right."""
+    counted = {row["place"] for row in rows if row["sent_times"]}
+    for place in dict.fromkeys(fit["place"] for fit in found):
+        buses = {
+            fit["name"]: fit["bus_bytes_per_s"]
+            for fit in found
+            if fit["place"] == place and fit["bus_bytes_per_s"]
+        }
+        if place in counted or len(buses) < 2:
+            continue  # bytes that were counted say it better
+        least, most = (f(buses, key=buses.get) for f in (min, max))
+        if buses[most] < 2 * buses[least]:
+            continue
+        low, high = (
+            tables.cell(buses[name], "bus_bytes_per_s")
+            for name in (least, most)
+        )
+        yield (
+            f"{place}: the bus bandwidths are NOT alike, {low} ({least}) to "
+            f"{high} ({most})"
+        )
+        if args.device.type == "cpu":
+            yield (
+                "  no link is the slowest here: processors copy, and the "
+                "factor counts no copies. gloo's\n"
+                "  reduce-scatter clones the message, sums all of it as an "
+                "all-reduce does, and keeps a part;\n"
+                "  its all-gather gathers into a buffer and copies from there"
+            )
+
+
 def in_words(args, rows, found):
     """Yield what the figures say."""
+    worst = max(fit["off_percent"] for fit in found)
+    if worst > 50:
+        yield (
+            f"a straight line is {worst:.0f}% off somewhere: it has no place "
+            "for caches, nor for noise"
+        )
+    yield from apart(args, rows, found)
     for fit in found:
         if fit["link_percent"] and fit["name"] == "all-reduce":
             right = abs(fit["link_percent"] / 100 - 1) <= 0.2

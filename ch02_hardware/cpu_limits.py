@@ -3,22 +3,26 @@
 Question  From which size on is a GPU quicker, its copies included?
 Expect    n x n products: copies grow with n^2, arithmetic with n^3, so there
           is a size; sums: both grow alike, so a GPU gains nothing unless its
-          link is quicker than the CPU's memory, or the data stay there
+          link is quicker than what holds them here (a cache or the memory),
+          or the data stay there
 Run       python -m ch02_hardware.cpu_limits [--gpu H200] [--smoke] [--save]
 """
 
 import functools
+import math
+import textwrap
 
 import torch
 
 from ch02_hardware import gpu_structure
-from common import bench, ceilings, machine, timers
+from common import bench, ceilings, machine, tables, timers
 
 # what ordering a kernel and waiting for it takes at least, where no GPU is
 # at hand to ask; host clocks of tiny kernels show 5 to 20 µs
 ORDER_S = 1e-5
 SIZES = [round(2 ** (k / 4)) for k in range(16, 57)]  # 16 to 16384
-USED = 2048  # n at which uses are counted
+MOST = 2048  # n of the largest operands that are measured
+SHOWN = 64, 256, 1024, MOST
 # n: (function, FLOPs, numbers that go there, numbers that come back)
 OPERATORS = {
     "a + b": (torch.add, lambda n: n**2, 2, 1),
@@ -110,30 +114,77 @@ def measured_gpu(device):
     }
 
 
-def predicted(name, n, cpu, card):
-    """Return seconds: here, on the GPU, and of the copies there and back."""
+def predicted(name, n, card):
+    """Return seconds on the GPU, and of the copies there and back."""
     flops, inward, outward = work(name, n)
-    moved = inward + outward
-    here = least_s(flops, moved, *cpu)
     rates = card["flops_per_s"], card["bytes_per_s"]
-    there = card["order_s"] + least_s(flops, moved, *rates)
-    copies = inward / card["in_per_s"] + outward / card["out_per_s"]
-    return here, there, copies
+    there = card["order_s"] + least_s(flops, inward + outward, *rates)
+    return there, inward / card["in_per_s"] + outward / card["out_per_s"]
 
 
-def crossing(card, cpu, sizes=SIZES):
-    """Return a row: where each operator is overtaken by this GPU."""
+def crossing(card, here):
+    """Return a row: from which n on this GPU overtakes each operator.
+
+    ``here``: {operator: {n: seconds measured on this CPU}}.  How quick it is
+    while a cache holds the operands no formula here knows, so nothing is said
+    beyond the largest n measured.  Uses are counted at that n.
+    """
     row = {"name": card["name"], "link_bytes_per_s": card["in_per_s"]}
-    for name in OPERATORS:
-        times = [predicted(name, n, cpu, card) for n in sizes]
-        here = [h for h, _, _ in times]
-        resident = [t for _, t, _ in times]
-        copied = [t + c for _, t, c in times]
-        row[f"{name} copied"] = overtaken_at(sizes, here, copied) or "never"
-        row[f"{name} resident"] = overtaken_at(sizes, here, resident)
-        here_s, there_s, copy_s = predicted(name, USED, cpu, card)
-        row[f"{name} uses"] = uses_per_copy(copy_s, here_s, there_s)
+    for name, times in here.items():
+        sizes, last = sorted(times), max(times)
+        here_s = [times[n] for n in sizes]
+        found = {n: predicted(name, n, card) for n in sizes}
+        there = {
+            "copied": {n: sum(pair) for n, pair in found.items()},
+            "resident": {n: pair[0] for n, pair in found.items()},
+        }
+        for kind, there_s in there.items():
+            at = overtaken_at(sizes, here_s, list(there_s.values()))
+            row[f"{name} {kind}"] = at or f"not by {last}"
+            share = card["order_s"] / there_s[at] if at else 0
+            row[f"{name} {kind} by start"] = share > 0.5
+        there_s, copy_s = found[last]
+        row[f"{name} uses"] = uses_per_copy(copy_s, times[last], there_s)
     return row
+
+
+def starts(rows):
+    """Return a sentence on the crossings that launches decide, or None."""
+    cases = []
+    for name in OPERATORS:
+        for kind in ("copied", "resident"):
+            some = [row for row in rows if row[f"{name} {kind} by start"]]
+            if some:
+                words = {"copied": "copied", "resident": "data there"}[kind]
+                cases.append(f"{name}, {words} ({len(some)} of {len(rows)})")
+    if not cases:
+        return None
+    return (
+        "more than half of the GPU's time there is the start of a kernel "
+        f"({tables.seconds(ORDER_S)} assumed for data sheets), which alone "
+        f"decides: {'; '.join(cases)}"
+    )
+
+
+def contradictions(row, lines):
+    """Return a sentence per operator that was measured otherwise than ``row``.
+
+    ``lines``: rows of ``curves``, of the same GPU.
+    """
+    found = {}
+    for line in lines:
+        name, here_s, there_s = line["curve"], line["cpu_s"], line.get("gpu_s")
+        if not here_s or not there_s:
+            continue
+        at = row[f"{name} copied"]
+        wins = isinstance(at, int) and line["n"] >= at
+        if wins != (there_s < here_s):
+            found.setdefault(name, []).append(str(line["n"]))
+    return [
+        f"measured otherwise than this table says ({row['name']}, copies "
+        f"included): {name} at n = {', '.join(sizes)}"
+        for name, sizes in found.items()
+    ]
 
 
 def inputs(n):
@@ -141,16 +192,32 @@ def inputs(n):
     return [torch.randn(n, n, generator=draw) for _ in "ab"]
 
 
-def on_this_cpu(cpu, sizes, budget_s):
+def swept(sizes, budget_s, rounds):
+    """Return {operator: {n: seconds}} on this CPU, the least of some rounds.
+
+    Less work never takes longer: a neighbour's burst that hit a small n
+    shows where a larger one was quicker, and that one's time is taken.
+    """
+    taken = {name: dict.fromkeys(sizes, math.inf) for name in OPERATORS}
+    for _ in range(rounds):
+        for name, times in taken.items():
+            least = math.inf
+            for n in sorted(sizes, reverse=True):
+                a, b = inputs(n)
+                call = functools.partial(
+                    OPERATORS[name][0], a, b, out=torch.empty_like(a)
+                )
+                took = ceilings.shortest(call, a.device, budget_s)
+                times[n] = least = min(least, times[n], took)
+    return taken
+
+
+def on_this_cpu(cpu, here, shown):
     """Return rows: what bounds each operator here, and how near it comes."""
     rows = []
-    for name in OPERATORS:
-        for n in sizes:
+    for name, times in here.items():
+        for n in shown:
             flops, inward, outward = work(name, n)
-            a, b = inputs(n)
-            out = torch.empty_like(a)
-            call = functools.partial(OPERATORS[name][0], a, b, out=out)
-            taken = ceilings.shortest(call, a.device, budget_s)
             bound = least_s(flops, inward + outward, *cpu)
             arithmetic = flops / cpu[0] == bound
             rows.append(
@@ -162,7 +229,7 @@ def on_this_cpu(cpu, sizes, budget_s):
                     "intensity": intensity(flops, inward + outward),
                     "limit": "arithmetic" if arithmetic else "memory",
                     "least_s": bound,
-                    "taken_s": taken,
+                    "taken_s": times[n],
                 }
             )
     return rows
@@ -177,27 +244,23 @@ def figure(rows):
     drawn = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, name in zip(drawn.subplots(1, 2), OPERATORS, strict=True):
         lines = [r for r in rows if r.get("curve") == name]
-        n = [row["n"] for row in lines]
         for key, word, style in (
             ("here_s", "CPU, predicted", "C0-"),
             ("copied_s", "GPU, copies included", "C1-"),
             ("there_s", "GPU, data there", "C1--"),
+            ("cpu_s", "CPU, measured", "C0."),
+            ("gpu_s", "GPU, measured", "C1o"),
         ):
-            axes.loglog(n, [row[key] for row in lines], style, label=word)
-        dots = [r for r in rows if r["name"] == name and "taken_s" in r]
-        taken = [row["taken_s"] for row in dots]
-        axes.loglog(
-            [r["n"] for r in dots], taken, "C0o", label="CPU, measured"
-        )
-        dots = [r for r in lines if r.get("gpu_s")]
-        if dots:
-            taken = [row["gpu_s"] for row in dots]
-            axes.loglog(
-                [r["n"] for r in dots], taken, "C1o", label="GPU, measured"
-            )
-        where = [row["n"] for row in lines if row["copied_s"] < row["here_s"]]
-        if where:
-            axes.axvline(where[0], color="0.6", linestyle=":")
+            some = [row for row in lines if row.get(key)]
+            if some:
+                taken = [row[key] for row in some]
+                n = [row["n"] for row in some]
+                axes.loglog(n, taken, style, label=word)
+        key, drawn_gpu = f"{name} copied", lines[0]["name"]
+        some = [r for r in rows if key in r and r["name"] == drawn_gpu]
+        at = some[0][key]
+        if isinstance(at, int):
+            axes.axvline(at, color="0.6", linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("n")
         axes.set_ylabel("s")
@@ -240,16 +303,18 @@ def cpu_ceilings(smoke=False):
     return peaks["gemm_flops"]["float32"], peaks["copy_bytes_per_s"]
 
 
-def curves(cpu, card, device, sizes, budget_s):
-    """Return rows: predicted seconds by size, measured ones on a GPU."""
+def curves(cpu, card, device, here, budget_s):
+    """Return rows: predicted seconds by size, beside those measured."""
     rows = []
     for name, (call, *_) in OPERATORS.items():
         for n in SIZES:
-            here_s, there_s, copy_s = predicted(name, n, cpu, card)
+            flops, inward, outward = work(name, n)
+            there_s, copy_s = predicted(name, n, card)
             row = {"curve": name, "name": card["name"], "n": n}
-            row |= {"here_s": here_s, "there_s": there_s}
-            row["copied_s"] = there_s + copy_s
-            if device.type == "cuda" and n in sizes:
+            row["here_s"] = least_s(flops, inward + outward, *cpu)
+            row |= {"there_s": there_s, "copied_s": there_s + copy_s}
+            row["cpu_s"] = here[name].get(n)
+            if device.type == "cuda" and n in here[name]:
                 crossed = functools.partial(
                     there_and_back, call, device, *inputs(n)
                 )
@@ -265,11 +330,13 @@ def main(argv=None):
 
     args = bench.cli(__doc__, argv, add)
     cuda, cpu = args.device.type == "cuda", cpu_ceilings(args.smoke)
-    sizes = SIZES[:3] if args.smoke else (64, 256, 1024, 2048)
-    budget_s = 0.0 if args.smoke else 0.4
-    here = bench.report(
+    sizes = SIZES[:3] if args.smoke else [n for n in SIZES if n <= MOST]
+    shown = sizes if args.smoke else SHOWN
+    budget_s = 0.0 if args.smoke else 0.02
+    here = swept(sizes, budget_s, 1 if args.smoke else 4)
+    rows = bench.report(
         args,
-        on_this_cpu(cpu, sizes, budget_s),
+        on_this_cpu(cpu, here, shown),
         {
             "name": "operator",
             "n": "n",
@@ -286,10 +353,11 @@ def main(argv=None):
     if cuda:
         cards.insert(0, measured_gpu(args.device))
     card = cards[0] if cuda else gpu(args.gpu)
-    lines = curves(cpu, card, args.device, sizes, budget_s)
-    rows = here + bench.report(
+    lines = curves(cpu, card, args.device, here, budget_s)
+    found = [crossing(c, here) for c in cards]
+    rows += bench.report(
         args,
-        [crossing(c, cpu) for c in cards],
+        found,
         {
             "name": "GPU",
             "link_bytes_per_s": "link",
@@ -299,13 +367,18 @@ def main(argv=None):
             "a + b resident": "data there",
             "a + b uses": "uses per copy",
         },
-        title="The n from which a GPU is quicker than this CPU: "
-        + ("the first as measured, others" if cuda else "GPUs")
+        title="The n from which a GPU is quicker than this CPU (as measured): "
+        + ("the first's ceilings, others" if cuda else "GPUs")
         + " by their data sheets",
         extra={"curves": lines},
     )
+    notes = [starts(found)] if starts(found) else []
     if cuda:
-        for n in sizes[1:]:
+        notes += contradictions(found[0], lines)
+    for note in notes:
+        print(textwrap.fill(note, tables.WIDTH))
+    if cuda:
+        for n in shown[1:]:
             rows += on_both(args, n)
     else:
         bench.left_out(args, "the same measured on a GPU: there is none here")

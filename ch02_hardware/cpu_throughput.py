@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ch02_hardware.memory_hierarchy import thread_counts
 from common import bench, ceilings, machine, tables
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -75,11 +76,6 @@ TECHNIQUES = (python_loops, row_by_row, matrix_product, with_threads)
 def product_flops(n, k, m):
     """Count a multiplication and an addition for each of n k m steps."""
     return 2 * n * k * m
-
-
-def thread_counts(most):
-    """Return 1, 2, 4 … and ``most`` itself."""
-    return sorted({2**k for k in range(most.bit_length())} | {most})
 
 
 def instructions(dtype, flags=None):

@@ -98,6 +98,22 @@ def written(path, blocks):
     return path
 
 
+def scratch(folder):
+    """Return a folder in ``folder`` that goes when it is left.
+
+    Raises:
+        Refusal: files cannot be made there, as in /proc.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix="disk-", dir=folder)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise bench.Refusal(
+            f"no files can be made in {folder} ({why}); name a folder on a "
+            "disk with --folder"
+        ) from None
+
+
 def make_files(folder, total, block):
     """Write the same bytes as one file and as many; return their paths.
 
@@ -265,7 +281,7 @@ def main(argv=None):
         expect = f"{tables.cell(total, 'bytes')} from the page cache in at "
         expect += f"least {tables.seconds(least_s)}, going by memory's rate; "
         expect += "from the disk at most what its maker prints"
-    with tempfile.TemporaryDirectory(prefix="disk-", dir=folder) as name:
+    with scratch(folder) as name:
         one, many, truth = make_files(Path(name), total, block)
         ways = ways_of(one, many, total, block)
         found = measure(args, ways, [one, *many], truth)

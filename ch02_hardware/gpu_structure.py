@@ -83,7 +83,7 @@ def resident_warps(threads, registers, shared, sm):
     are given out by 8 per thread.
     """
     warps = -(-threads // sm["warp"])
-    each = -(-registers // 8) * 8 * 4 * sm["warp"]  # bytes of a warp
+    each = max(8, -(-registers // 8) * 8) * 4 * sm["warp"]  # bytes of a warp
     blocks = min(
         sm["blocks"],
         sm["threads"] // (warps * sm["warp"]),

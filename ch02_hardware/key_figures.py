@@ -7,6 +7,7 @@ and the disk and the exchange between two processes are measured as well.
 import contextlib
 import functools
 import os
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -107,6 +108,18 @@ def latency_and_rate(sizes, seconds):
     return {"latency_s": max(latency, 1e-9), "bytes_per_s": rate}
 
 
+def on_speaking_terms():
+    """Say whether two processes of this machine can reach each other."""
+    try:
+        with socket.socket() as ear:
+            ear.bind(("127.0.0.1", 0))
+            ear.listen()
+            socket.create_connection(ear.getsockname(), 5).close()
+    except OSError:
+        return False
+    return True
+
+
 def all_reduce(device, smoke):
     """Return {latency_s, bytes_per_s} of two ranks.
 
@@ -116,6 +129,9 @@ def all_reduce(device, smoke):
         return None
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return None
+    if not on_speaking_terms():
+        print("no all-reduce: no network interface is up, not even loopback")
+        return None
     sizes = [4, 2**12 if smoke else 2**26]
     repeats = 3 if smoke else 10
     try:
@@ -123,7 +139,9 @@ def all_reduce(device, smoke):
             all_reduce_s, 2, sizes, repeats, device.type, timeout_s=120
         )
     except (RuntimeError, TimeoutError) as error:
-        print(f"no all-reduce: {str(error).splitlines()[0]}")
+        first, *more = str(error).strip().splitlines()
+        words = [first.removesuffix("; its last lines:"), *more[-1:]]
+        print(f"no all-reduce: {': '.join(words):.160}")
         return None
     slowest = [max(times) for times in zip(*found, strict=True)]
     return latency_and_rate(sizes, slowest)

@@ -3,17 +3,20 @@
 Question  How long does one access take, and how many bytes per second arrive
           when many are asked for at once?
 Expect    an access takes as long as the level that holds the working set:
-          a step up at each cache size the machine reports; bytes per second
-          grow with the threads only until the memory's channels are full
+          a step up at each cache size the machine reports, if that much is
+          this machine's alone; bytes per second grow with the threads only
+          until the memory's channels are full
 Run       python -m ch02_hardware.memory_hierarchy [--smoke] [--save]
 """
 
 import functools
+import itertools
 import math
 import platform
 import re
 import statistics
 import subprocess
+import textwrap
 import time
 from pathlib import Path
 
@@ -56,7 +59,8 @@ def summed(a):
 def copied(a, b):
     """One array is read, another written: 2 n numbers.
 
-    Most CPUs also fetch a line before they overwrite it; nobody counts that.
+    On most CPUs an ordinary store also fetches the line that it overwrites:
+    3 n numbers really move, but nobody counts that.
     """
     return a.copy_(b)
 
@@ -68,6 +72,11 @@ def triad(a, b, c):
 
 TECHNIQUES = (one_cycle, gathered, summed, copied, triad)
 ARRAYS = {"read": 1, "copy": 2, "triad": 3}  # that each operation moves
+ORDINARY = (
+    "what torch's kernels reach: on most CPUs their ordinary stores also read "
+    "the line that they overwrite, which is not counted"
+)
+STEP = 1.5  # times as long as with half the working set: another level
 
 
 # --- what the machine reports -----------------------------------------------
@@ -167,10 +176,58 @@ def levels(found, points):
             for n, s in points.items()
             if n >= 2 * inner and (size is None or n <= 0.75 * size)
         ]
-        middle = statistics.median(inside) if inside else None
-        rows.append({"name": name, "size_bytes": size, "access_s": middle})
+        rows.append(
+            {
+                "name": name,
+                "size_bytes": size,
+                "access_s": statistics.median(inside) if inside else None,
+                "least_s": min(inside, default=None),
+                "most_s": max(inside, default=None),
+            }
+        )
         inner = size
     return rows
+
+
+def steps(points):
+    """Return (below, above, ratio) of each rise: working sets in bytes.
+
+    A rise is where an access takes ``STEP`` times as long as with the next
+    smaller working set; neighbouring rises are one.
+    """
+    found, sizes = [], sorted(points)
+    for below, above in itertools.pairwise(sizes):
+        if points[above] < STEP * points[below]:
+            continue
+        if found and found[-1][1] == below:
+            below = found.pop()[0]
+        found.append((below, above, points[above] / points[below]))
+    return found
+
+
+def borders(found, points):
+    """Return a row per reported size and per step, and whether they agree.
+
+    A step belongs to the size that lies within it.
+    """
+    rises, largest, rows = steps(points), max(points), []
+    for name, size in found.items():
+        own = [rise for rise in rises if rise[0] <= size <= rise[1]]
+        words = "reported, not seen"
+        if size >= largest:
+            words = "reported, beyond what was measured"
+        row = {"name": name, "reported_bytes": size, "words": words}
+        if own:
+            below, above, ratio = own[0]
+            row |= {"below_bytes": below, "above_bytes": above}
+            row |= {"ratio": ratio, "words": "as reported"}
+        rows.append(row)
+    for below, above, ratio in rises:
+        if not any(below <= size <= above for size in found.values()):
+            row = {"name": None, "below_bytes": below, "above_bytes": above}
+            rows.append(row | {"ratio": ratio, "words": "seen, not reported"})
+    key = "reported_bytes", "above_bytes"
+    return sorted(rows, key=lambda row: row.get(key[0]) or row[key[1]])
 
 
 def thread_counts(most):
@@ -231,6 +288,9 @@ def figure(rows):
     left.set_xticks(ticks, [tables.cell(n, "bytes") for n in ticks])
     left.set_ylim(min(times) / 1.6, 2 * max(times))
     for row in rows:
+        if row.get("above_bytes"):
+            span = row["below_bytes"], row["above_bytes"]
+            left.axvspan(*span, color="C1", alpha=0.15, linewidth=0)
         size = row.get("size_bytes")
         if size and size <= max(sizes):
             text = f"{row['name']} {tables.cell(size, 'bytes')} "
@@ -291,9 +351,37 @@ def main(argv=None):
     rows += bench.report(
         args,
         levels(found, points),
-        {"name": "level", "size_bytes": "reported", "access_s": "one access"},
+        {
+            "name": "level",
+            "size_bytes": "reported",
+            "access_s": "one access",
+            "least_s": "from",
+            "most_s": "to",
+        },
         title="Well inside each level (— where nothing was measured)",
     )
+    rows += bench.report(
+        args,
+        borders(found, points),
+        {
+            "name": "level",
+            "reported_bytes": "reported",
+            "below_bytes": "step from",
+            "above_bytes": "to",
+            "ratio": "times as long",
+            "words": "",
+        },
+        title=f"Where an access takes {STEP} times as long as in half the set",
+    )
+    notes = {
+        "reported, not seen": "a virtual machine is told its socket's whole "
+        "last cache, and gets what its neighbours leave of it",
+        "seen, not reported": "what this machine gets of a shared cache may "
+        "end there",
+    }
+    for words, note in notes.items():
+        if any(row.get("words") == words for row in rows):
+            print(textwrap.fill(f"{words}: {note}", tables.WIDTH))
     size = max(ceilings.cache_bytes(), 2**26)
     size = 2**20 if args.smoke else min(size, room_bytes() // 3) // 4 * 4
     threads = thread_counts(machine.cores())
@@ -308,6 +396,7 @@ def main(argv=None):
         },
         title="Many at once: read, copy and triad move 1, 2 and 3 arrays",
     )
+    print(textwrap.fill(f"copy and triad are {ORDINARY}", tables.WIDTH))
     longest, shortest = max(points.values()), min(points.values())
     print(
         f"in the slowest working set an access takes "

@@ -13,9 +13,11 @@ import contextlib
 import math
 import os
 import statistics
+import textwrap
 
 import torch
 
+from ch02_hardware.gpu_structure import resident_warps
 from common import bench, tables, timers
 
 try:
@@ -75,28 +77,15 @@ def grid_model(x, block):
     return y, owner, times
 
 
-def waves(programs, sms, resident):
-    """Programs that find no free place wait until a wave has ended."""
-    return -(-programs // (sms * resident))
+def waves(programs, sms, held):
+    """Programs that find no free place wait until a wave has ended.
 
-
-def resident(chip, threads, registers, shared_bytes):
-    """An SM holds as many programs as its threads and memories suffice for.
-
-    ``chip``: threads, registers, shared_bytes and programs that an SM has.
-    Registers are given out to warps, 256 at a time.
+    ``held``: how many one SM has places for.
     """
-    warps = -(-threads // 32)
-    per_warp = -(-32 * registers // 256) * 256
-    limits = [chip["programs"], chip["threads"] // (32 * warps)]
-    if registers:
-        limits.append(chip["registers"] // per_warp // warps)
-    if shared_bytes:
-        limits.append(chip["shared_bytes"] // shared_bytes)
-    return min(limits)
+    return -(-programs // (sms * held))
 
 
-TECHNIQUES = (grid_model, waves, resident)  # and the kernels, where is Triton
+TECHNIQUES = (grid_model, waves)  # and the kernels, where is Triton
 
 
 @contextlib.contextmanager
@@ -214,14 +203,15 @@ THREADS = 512  # of a program of the staircase: 16 warps
 
 
 def chip_of(device):
-    """Return what an SM of this GPU has to give."""
+    """Return what an SM of this GPU has to give, for ``resident_warps``."""
     p = torch.cuda.get_device_properties(device)
     return {
         "sms": p.multi_processor_count,
         "threads": p.max_threads_per_multi_processor,
-        "registers": p.regs_per_multiprocessor,
+        "register_bytes": 4 * p.regs_per_multiprocessor,
         "shared_bytes": p.shared_memory_per_multiprocessor,
-        "programs": 16,  # at least, on every GPU since 2012
+        "warp": p.warp_size,
+        "blocks": 16,  # at least, on every GPU since 2012
     }
 
 
@@ -243,7 +233,8 @@ def staircase(args, chip):
 
     ends = torch.empty(length, dtype=torch.int32, device=device)
     built = launch(1, ends)
-    held = resident(chip, THREADS, built.n_regs, built.metadata.shared)
+    warps = resident_warps(THREADS, built.n_regs, built.metadata.shared, chip)
+    held = warps // (THREADS // chip["warp"])
     places = chip["sms"] * held
     points = {k * places + d for k in range(1, 5) for d in (0, 1)}
     points |= set(range(places // 4, 4 * places, places // 4))
@@ -310,11 +301,13 @@ def main(argv=None):
     x = torch.arange(rows * columns, dtype=torch.float32, device=device)
     x = x.view(rows, columns)
     how = "one program after another, modelled in torch"
+    compared = "the kernel's answer is torch's"
     if triton is None:
-        print(
-            "Triton is not installed (pip install triton; Linux, Windows): "
-            "a model of the grid does the same"
-        )
+        words = "Triton is not installed (on Linux: pip install triton; for "
+        words += "Windows there is a separate project, triton-windows): no "
+        words += "kernel runs, a model of the grid does the same in torch"
+        print(textwrap.fill(words, tables.WIDTH))
+        compared = "no kernel ran: the model of the grid gives torch's answer"
         found = grid_model(x.cpu(), block)
     else:
         found = by_kernel(x, block)
@@ -338,7 +331,7 @@ def main(argv=None):
         f"{count * block**2} lanes masked",
         extra={"owner": found[1].tolist(), "block": block},
     )
-    print("kernel = torch; each element was written exactly once")
+    print(f"{compared}; each element was written exactly once")
     columns = {"programs": "programs", "waves": "waves"}
     if not on_gpu or triton is None:
         table += bench.report(

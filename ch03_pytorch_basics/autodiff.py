@@ -78,7 +78,8 @@ def forward_mode(function, x):
 def reverse_mode(function, x):
     """Keep what ran, then walk back from each output: one row per walk.
 
-    One evaluation serves all rows, and a row costs about two more.
+    One evaluation serves all rows, and a row adds the work of one more;
+    weights that want gradients, too, would add that of another.
     """
     result, pull = torch.func.vjp(function, x)
     rows = []

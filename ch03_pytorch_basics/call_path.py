@@ -4,7 +4,8 @@ Question  Which stations does a call pass on its way to the kernel, what does
           each cost, and how large must a tensor be for that not to matter?
 Expect    Python, autograd's key, the kernel's key, in this order; a few
           microseconds in all, as long as it takes to move overhead × bandwidth
-          bytes: as many elements hide it, ten times as many make it small
+          bytes, the caches' while they hold them: as many elements hide it,
+          ten times as many make it small
 Run       python -m ch03_pytorch_basics.call_path [--smoke] [--save]
 """
 
@@ -100,7 +101,7 @@ def repeat(operator, args, context, times):
 
 
 def elements_that_hide(overhead_s, bytes_per_s, bytes_per_element):
-    """Memory moves so many elements while the host prepares one call."""
+    """A memory moves so many elements while the host prepares one call."""
     return overhead_s * bytes_per_s / bytes_per_element
 
 
@@ -113,18 +114,16 @@ def crossing(sizes, seconds, factor):
         factor: above 1.
 
     Returns:
-        The size, read off between two measured ones on logarithmic scales;
-        None if the time never gets there.
+        The last size of which all are below and the first from which all are
+        above: neighbours, unless noise crosses the border more than once.
+        None if the last is not above.
     """
-    import math
-
-    wanted = factor * seconds[0]
-    for i in range(1, len(sizes)):
-        if seconds[i] >= wanted:
-            low, high = seconds[i - 1], seconds[i]
-            part = math.log(wanted / low) / math.log(high / low)
-            return sizes[i - 1] * (sizes[i] / sizes[i - 1]) ** max(part, 0)
-    return None
+    above = [s >= factor * seconds[0] for s in seconds]
+    if not above[-1]:
+        return None
+    first = above.index(True)
+    last = len(above) - above[::-1].index(False)
+    return sizes[first - 1], sizes[last]
 
 
 # --- the keys on the way ----------------------------------------------------
@@ -208,12 +207,15 @@ def walked_rows(device):
     """Predict and record the stations in every situation.
 
     Raises:
-        AssertionError: a station more or less, or in another order.
+        Mismatch: a station more or less, or in another order.
     """
     rows = []
     for name, operator, call, tensors, modes in situations(device):
         predicted, recorded = walked(operator, call, tensors, modes)
-        assert recorded == predicted, (name, predicted, recorded)
+        if recorded != predicted:
+            raise bench.Mismatch(
+                f"{name}: the tables say {predicted}, the call {recorded}"
+            )
         rows.append(
             {
                 "name": name,
@@ -300,7 +302,13 @@ SAMPLE_S = 5e-4  # shorter than a time slice: some rounds are undisturbed
 
 
 def timed(found, device, smoke, budget_s):
-    """Time rows of ``layers`` in turn, as many calls as fill ``SAMPLE_S``.
+    """Time operators in turn, as many calls as fill ``SAMPLE_S``.
+
+    Args:
+        found: {name: (operator, arguments, context factory)}.
+        device: where the work is done.
+        smoke: the fewest rounds only.
+        budget_s: seconds for all of it.
 
     Returns:
         Seconds per call, (rounds, rows).
@@ -311,9 +319,11 @@ def timed(found, device, smoke, budget_s):
         def calls(times, operator=operator, args=args, context=context):
             return repeat(operator, args, context(), times)
 
-        calls(20)
-        one = timers.wall(lambda calls=calls: calls(20), 1, device) / 20
-        counts.append(max(1, min(10_000, int(SAMPLE_S / one))))
+        runs = [
+            timers.wall(lambda calls=calls: calls(20), 1, device)
+            for _ in range(5)  # the first is cold, others may be disturbed
+        ]
+        counts.append(max(1, min(10_000, int(SAMPLE_S / min(runs) * 20))))
         functions.append(lambda calls=calls, n=counts[-1]: calls(n))
     rounds = bench.SMOKE_ROUNDS if smoke else bench.ROUNDS
     samples = timers.take_turns(
@@ -331,7 +341,12 @@ def quiet(samples):
 
 
 def layer_rows(found, samples):
-    """Turn samples into rows: each layer's time is its row minus the last."""
+    """Turn samples into rows: each layer's time is its row minus the last.
+
+    Args:
+        found: names, in the order of the first columns.
+        samples: seconds per call, (rounds, columns).
+    """
     calls = quiet(samples)
     spread = np.subtract(*np.quantile(samples, [0.75, 0.25], axis=0))
     return [
@@ -374,49 +389,70 @@ def cached_bytes_per_s(device):
     return moved / (times[1] - times[0]) if times[1] > times[0] else None
 
 
-def swept(device, sizes, smoke):
-    """Time the three stacks at every size.
+def sized(device, sizes):
+    """Return {(layer, size): as in ``layers``}: all layers, then the stacks.
 
-    Returns:
-        {stack: seconds at each size}.  What a larger product takes is
-        enough for a smaller one: what is above it is noise.
+    What is compared across sizes and tables must be timed in the same turns.
     """
-    found = {name: [] for name in STACKS}
+    found = {(name, 1): row for name, row in layers(device).items()}
     for size in sizes:
         rows = layers(device, size)
-        rows = {name: rows[layer] for name, layer in STACKS.items()}
-        samples = timed(rows, device, smoke, budget_s=0.3)
-        for name, seconds in zip(STACKS, quiet(samples), strict=True):
-            found[name].append(float(seconds))
+        for name in STACKS.values():
+            found.setdefault((name, size), rows[name])
+    return found
+
+
+def curves(found, samples, sizes):
+    """Return {stack: seconds at each size}, of columns as ``sized`` has."""
+    calls = dict(zip(found, quiet(samples).tolist(), strict=True))
     return {
-        name: np.minimum.accumulate(seconds[::-1])[::-1].tolist()
-        for name, seconds in found.items()
+        name: [calls[layer, size] for size in sizes]
+        for name, layer in STACKS.items()
     }
 
 
-def hidden_rows(sizes, found, rates, queued):
+def predicted(overhead_s, rates, cache_bytes):
+    """Return (elements that hide it, whose bandwidth decides).
+
+    Args:
+        overhead_s: of a call.
+        rates: {"caches": bytes/s or None, "memory": bytes/s or None}.
+        cache_bytes: what the caches hold.
+    """
+    for kind, rate in rates.items():
+        if rate:
+            count = round(elements_that_hide(overhead_s, rate, MOVED))
+            if kind == "memory" or MOVED * count <= cache_bytes:
+                return count, kind
+    return None, None
+
+
+def hidden_rows(sizes, found, rates, cache_bytes, queued):
     """Predict from bandwidth, and read off the curve, what hides overhead.
 
     Args:
         sizes: elements.
         found: {stack: seconds at each size}.
-        rates: {"memory": bytes/s, "caches": bytes/s or None}.
+        rates: as for ``predicted``.
+        cache_bytes: likewise.
         queued: launches run ahead of the work, as on a GPU: the time begins
             to grow where the work is as long as the overhead; on a CPU it
             has doubled there.
     """
     rows = []
     for name, seconds in found.items():
-        row = {"name": name, "overhead_s": seconds[0]}
-        for kind, rate in rates.items():
-            row[f"by_{kind}"] = rate and round(
-                elements_that_hide(seconds[0], rate, MOVED)
-            )
-        for key, factor in (("measured", 2), ("tenth", 11)):
-            at = crossing(sizes, seconds, factor - queued * (factor > 2))
-            if at and queued and factor == 2:
-                at /= 2
-            row[key] = at and round(at)
+        count, kind = predicted(seconds[0], rates, cache_bytes)
+        row = {
+            "name": name,
+            "overhead_s": seconds[0],
+            "predicted": count,
+            "by": kind,
+            "cached": count and MOVED * count <= cache_bytes,
+            "measured": crossing(sizes, seconds, 2),
+            "tenth": crossing(sizes, seconds, 10 if queued else 11),
+        }
+        if queued and row["measured"]:  # twice the overhead: half as many
+            row["measured"] = [max(1, n // 2) for n in row["measured"]]
         rows.append(row | {"sizes": list(sizes), "seconds": seconds})
     return rows
 
@@ -427,16 +463,19 @@ def reading(row):
     Returns:
         A sentence, or None where something was not measured.
     """
-    memory, caches, found = row["by_memory"], row["by_caches"], row["measured"]
-    if not memory or not found:
+    count, found = row["predicted"], row["measured"]
+    if not count or not found:
         return None
-    words = f"{row['name']}: {found:,} elements hide it, "
-    if memory / 1.5 <= found <= memory * 1.5:
-        return words + "about what memory's bandwidth predicts"
-    if caches and memory < found <= 1.5 * caches:
-        return words + "more than memory's bandwidth predicts: in the caches"
-    kind = "more" if found > memory else "fewer"
-    return words + f"{kind} than bandwidth predicts"
+    low, high = found
+    whose = {"caches": "the caches'", "memory": "memory's"}[row["by"]]
+    said = f"{whose} bandwidth predicts ({count:,})"
+    words = f"{row['name']}: between {low:,} and {high:,} elements hide it, "
+    if low / 1.5 <= count <= high * 1.5:
+        return f"{words}as {said}"
+    if low < count:
+        return f"{words}fewer than {said}"
+    cached = row["by"] == "memory" and row["cached"]
+    return f"{words}more than {said}" + ": a cache holds them" * cached
 
 
 def figure(rows):
@@ -460,22 +499,20 @@ def figure(rows):
             axes.plot(
                 row["sizes"], micro, "o-", color=f"C{i}", label=row["name"]
             )
-            for key, style in (("by_memory", ":"), ("measured", "-")):
-                if row[key]:
-                    axes.plot(
-                        [row[key]] * 2,
-                        [micro[0] / 1.5, 2 * micro[0]],
-                        style,
-                        color=f"C{i}",
-                    )
+            height = 2 * micro[0]
+            if row["predicted"]:
+                count, low = row["predicted"], micro[0] / 1.5
+                axes.plot([count] * 2, [low, height], f"C{i}:")
+            if row["measured"]:
+                axes.plot(row["measured"], [height] * 2, f"C{i}", linewidth=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel(notebook.label("elements · 元素個數"))
         axes.set_ylabel(notebook.label("µs per call · 每次呼叫微秒"))
         axes.set_title(
             notebook.label(
-                "upright: as many elements hide the overhead, predicted "
-                "(dotted) and measured · 虛線為預測，實線為實測"
+                "elements that hide the overhead: predicted (dotted), "
+                "measured (bar) · 虛線為預測，橫條為實測"
             ),
             fontsize=9,
         )
@@ -504,11 +541,13 @@ def main(argv=None):
         {"name": "a call, x * y", "stations": "stations"},
         title="read from the dispatcher's tables, and recorded on the way",
     )
-    found = layers(device)
-    samples = timed(found, device, args.smoke, budget_s=4.0)
+    most = 12 if args.smoke else 20 if device.type == "cpu" else 26
+    sizes = [1 << n for n in range(0, most + 1, 4 if args.smoke else 2)]
+    found = sized(device, sizes)
+    samples = timed(found, device, args.smoke, budget_s=6.0)
     bench.report(
         args,
-        layer_rows(found, samples),
+        layer_rows([name for name, n in found if n == 1], samples),
         {
             "name": "with this, too",
             "call_s": "one call",
@@ -517,11 +556,11 @@ def main(argv=None):
         },
         title="a product of one element, layer upon layer",
     )
-    most = 12 if args.smoke else 20 if device.type == "cpu" else 26
-    sizes = [1 << n for n in range(0, most + 1, 4 if args.smoke else 2)]
-    rates = {"memory": None, "caches": None}
+    rates, cache_bytes = {"caches": None, "memory": None}, 0
     if not args.smoke:
-        rates["memory"] = machine.peaks(device)["copy_bytes_per_s"]
+        peaks = machine.peaks(device)
+        rates["memory"] = peaks["copy_bytes_per_s"]
+        cache_bytes = peaks["cache_bytes"]
         if device.type == "cpu":
             rates["caches"] = cached_bytes_per_s(device)
     expect = "elements = overhead × bandwidth / 12 bytes"
@@ -533,8 +572,9 @@ def main(argv=None):
         )
     hidden = hidden_rows(
         sizes,
-        swept(device, sizes, args.smoke),
+        curves(found, samples, sizes),
         rates,
+        cache_bytes,
         queued=device.type != "cpu",
     )
     bench.report(
@@ -543,10 +583,10 @@ def main(argv=None):
         {
             "name": "product of n elements",
             "overhead_s": "overhead",
-            "by_memory": "n, by memory",
-            "by_caches": "n, by caches",
-            "measured": "n measured",
-            "tenth": "10% left at",
+            "predicted": "n predicted",
+            "by": "by",
+            "measured": "n measured in",
+            "tenth": "10% left in",
         },
         title="how many elements hide the overhead",
         expect=expect,

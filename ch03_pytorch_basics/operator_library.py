@@ -107,7 +107,11 @@ def keeps(operator, *args, **kwargs):
 
 
 def written_forms(device):
-    """Run every form of a product: operator, result, number of operators."""
+    """Run every form of a product: operator, result, number of operators.
+
+    Raises:
+        Mismatch: another product, or more operators than one.
+    """
     x = torch.arange(1.0, 7.0, device=device)
     y = torch.full((6,), 3.0, device=device)
     rows, expected = [], x * y
@@ -115,8 +119,8 @@ def written_forms(device):
         ran = aten_operators(call)
         forms = forms_of_multiply(x, y, 3)  # in-place must start afresh
         result = forms[name]()
-        assert torch.equal(result, expected), name
-        assert len(ran) == 1, (name, ran)
+        if not torch.equal(result, expected) or len(ran) != 1:
+            raise bench.Mismatch(f"{name} runs {ran}, gives {result.tolist()}")
         said = promises(ran[0])
         rows.append(
             {
@@ -157,12 +161,13 @@ def checked_schemas(cases):
     """Compare what schemas promise with what operators do.
 
     Raises:
-        AssertionError: an operator that does something else.
+        Mismatch: an operator that does something else.
     """
     rows = []
     for operator, args, kwargs in cases:
         said, done = promises(operator), keeps(operator, *args, **kwargs)
-        assert said == done, f"{operator}: says {said}, does {done}"
+        if said != done:
+            raise bench.Mismatch(f"{operator}: says {said}, does {done}")
         rows.append(
             {
                 "name": str(operator),

@@ -90,13 +90,18 @@ def specimens(device):
 
 
 def described(device):
-    """Describe each specimen; of a strided one the bytes are known before."""
+    """Describe each specimen; of a strided one the bytes are known before.
+
+    Raises:
+        Mismatch: the memory is not what shape and type need.
+    """
     rows = []
     for name, tensor in specimens(device):
         row = {"name": name} | attributes(tensor)
         if tensor.layout == torch.strided:
             expected = tensor.numel() * tensor.element_size()
-            assert row["memory_bytes"] == (not tensor.is_meta) * expected
+            if row["memory_bytes"] != (not tensor.is_meta) * expected:
+                raise bench.Mismatch(f"memory of {row}: not {expected} bytes")
         rows.append(row)
     return rows
 
@@ -174,17 +179,22 @@ def copied_or_shared(device):
     """Make tensors from each source, and write into what was made.
 
     Raises:
-        AssertionError: a maker shares where it is said to copy, or copies.
+        Mismatch: a maker shares where it is said to copy, or copies.
     """
     rows = []
     for kind, name, maker, shares in makers(device):
         source = source_of(kind)
         made = maker(source)
-        assert made.tolist() == [1.0, 2.0, 3.0, 4.0], name
+        if made.tolist() != [1.0, 2.0, 3.0, 4.0]:
+            raise bench.Mismatch(f"{name} of a {kind} made {made.tolist()}")
         same = address(made) == address(source)
         made[0] = 9.0
         reached = first_number(source) == 9.0
-        assert same == reached == shares, (kind, name, same, reached)
+        if not same == reached == shares:
+            raise bench.Mismatch(
+                f"{name} of a {kind}: same pointer {same}, a write reaches "
+                f"the source {reached}, said to share {shares}"
+            )
         rows.append(
             {
                 "name": f"{kind}: {name}",
@@ -197,7 +207,11 @@ def copied_or_shared(device):
 
 
 def creation_rows(size, device, dtype):
-    """Count the operators and the bytes of both ways to make ones."""
+    """Count the operators and the bytes of both ways to make ones.
+
+    Raises:
+        Mismatch: other operators run than those whose bytes are counted.
+    """
     wide = torch.empty(0, dtype=dtype).element_size()
     # ones: written as float32, read again, written as the other
     moved = {create_then_move: 4 + 4 + wide, create_on_device: wide}
@@ -217,7 +231,9 @@ def creation_rows(size, device, dtype):
                 "moved_bytes": moved[make] * size,
             }
         )
-    assert [row["operators"] for row in rows] == ["ones, _to_copy", "ones"]
+    ran = [row["operators"] for row in rows]
+    if ran != ["ones, _to_copy", "ones"]:
+        raise bench.Mismatch(f"ones are made by {ran}")
     return rows
 
 

@@ -18,13 +18,14 @@ from ch02_hardware.collective_bandwidth import (
     call_of,
     fits,
     gradient_rows,
+    least_s,
     predicted_s,
     rate_of,
     shown,
     sizes_for,
 )
 from ch02_hardware.host_device_copy import fitted
-from common import bench, gpt, ranks
+from common import bench, gpt, ranks, timers
 
 
 def private_network():
@@ -210,11 +211,67 @@ def test_a_wrong_sum_stops_the_script():
         (["--netns"], "add --hosts"),
         (["--hosts", "--rate", "1mbit"], "add --hosts --netns"),
         (["--hosts", "--netns", "--rate", "quick"], "like 100mbit"),
+        (["--hosts", "--netns", "--rate", ""], "like 100mbit"),
+        (["--hosts", "--netns", "--rate", "0mbit"], "1mbit is the least"),
+        (["--hosts", "--netns", "--rate", "900kbit"], "1mbit is the least"),
     ],
 )
 def test_bad_requests_are_sentences(words, message):
     with pytest.raises(bench.Refusal, match=message):
         collective_bandwidth.main(["--smoke", "--device", "cpu", *words])
+
+
+def test_the_least_rate_takes_minutes():
+    rate = rate_of("1mbit")
+    assert 120 < least_s(sizes_for(False, rate), rate, 2) < 400
+    assert least_s([2**20], 2**20, 2) == 5 * (1 + 3 * 0.5 + 1)
+
+
+def test_one_row_by_hand(monkeypatch):
+    """A rank that takes 2 s and one that takes 3: the slowest counts.
+
+    Bytes still on their way when they are counted would be missing.
+    """
+    happened, counts = [], iter([1000, 1000 + 3 * 64])
+
+    def all_reduce(mine, operation):
+        join = {
+            dist.ReduceOp.MAX: torch.maximum,
+            dist.ReduceOp.MIN: torch.minimum,
+        }[operation]
+        others = torch.where(mine == 2.0, 3.0, mine)
+        mine.copy_(join(mine, others))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "barrier", lambda: happened.append("barrier"))
+    monkeypatch.setattr(
+        timers, "wall", lambda call, n, device: happened.append("call") or 2.0
+    )
+    monkeypatch.setattr(
+        collective_bandwidth,
+        "sent",
+        lambda: happened.append("sent") or next(counts),
+    )
+    answer = torch.ones(1)
+    monkeypatch.setattr(
+        collective_bandwidth, "call_of", lambda *_: (lambda: answer, answer)
+    )
+    me = types.SimpleNamespace(rank=0, world=4, device="cpu")
+    row = collective_bandwidth.timed("all-gather", 64, me, True)
+    assert row == {
+        "name": "all-gather",
+        "ranks": 4,
+        "right": True,
+        "message_bytes": 64,
+        "took_s": 3.0,
+        "algorithm_bytes_per_s": 64 / 3,
+        "bus_bytes_per_s": 16,  # three of four parts
+        "sent_times": 1.0,
+    }
+    before, *between, after = happened[1:]
+    assert happened[0] == "call"
+    assert (before, after) == ("barrier", "sent")
+    assert between == ["sent", *["barrier", "call"] * 3, "barrier"]
 
 
 def test_namespaces_that_cannot_be_made_are_a_sentence(monkeypatch):
@@ -235,6 +292,38 @@ def test_backends_with_a_longer_way_are_named():
     assert named == {"all-gather", "reduce-scatter", "all-to-all"}
     half = collective_bandwidth.in_words(args, rows, fits(rows, 25e6))
     assert "50% of 100mbit, NOT within" in next(half)
+
+
+def test_bandwidths_that_are_not_alike_are_named_and_explained():
+    args = types.SimpleNamespace(
+        hosts=False, netns=False, rate=None, device=torch.device("cpu")
+    )
+    rows = synthetic(1e-3, 1e9, 2, "one host")
+    assert not list(collective_bandwidth.in_words(args, rows, fits(rows, 0)))
+    for row in rows:
+        if row["name"] == "reduce-scatter":
+            row["took_s"] *= 12
+    words = list(collective_bandwidth.in_words(args, rows, fits(rows, 0)))
+    assert words[0].startswith("one host: the bus bandwidths are NOT alike, ")
+    assert "83.33 MB/s (reduce-scatter) to 1 GB/s (" in words[0]
+    assert "gloo" in words[1]
+    lines = "\n".join(words).splitlines()
+    assert max(map(len, lines)) <= 100
+    args.device = torch.device("cuda")  # whose backend is another
+    words = list(collective_bandwidth.in_words(args, rows, fits(rows, 0)))
+    assert len(words) == 1
+
+
+def test_a_line_that_fits_badly_is_named():
+    args = types.SimpleNamespace(
+        hosts=False, netns=False, rate=None, device=torch.device("cpu")
+    )
+    rows = synthetic(1e-3, 1e9, 2, "one host")
+    for row in rows:
+        if row["message_bytes"] == 2**20:
+            row["took_s"] *= 10
+    words = list(collective_bandwidth.in_words(args, rows, fits(rows, 0)))
+    assert words[0].startswith("a straight line is ")
 
 
 def test_the_picture():
@@ -324,10 +413,12 @@ def test_the_fit_recovers_the_configured_bandwidth(capsys):
     assert 80 <= found[0]["link_percent"] <= 120
     assert "of 40mbit, within 20%" in capsys.readouterr().out
     # counted at the interface: what the formula says, and TCP's headers
-    rows = [
-        r for r in rows if r.get("sent_times") and r["name"] == "all-reduce"
-    ]
-    assert 0.95 < rows[-1]["sent_times"] < 1.15
+    counted = [row for row in rows if row.get("sent_times")]
+    assert len(counted) == 3 * len(COLLECTIVES)
+    for row in counted:
+        times = row["sent_times"] / bus_factor(row["name"], 2)
+        longer = row["name"] == "reduce-scatter"  # gloo sums whole messages
+        assert 1 <= times < (2.3 if longer else 1.15), row
 
 
 def test_the_factor_works_when_pasted(pasted):

@@ -14,6 +14,20 @@ from ch02_hardware.cpu_limits import (
 
 CPU = torch.device("cpu")
 PEAKS = 3e11, 2e10  # FLOP/s and bytes/s
+MANY = [n for n in cpu_limits.SIZES if n <= cpu_limits.MOST]
+
+
+def here(flops_per_s=PEAKS[0], bytes_per_s=PEAKS[1], sizes=MANY):
+    """Return times of a CPU that keeps to its ceilings at every size."""
+    found = {}
+    for name in cpu_limits.OPERATORS:
+        found[name] = {}
+        for n in sizes:
+            flops, inward, outward = cpu_limits.work(name, n)
+            found[name][n] = least_s(
+                flops, inward + outward, flops_per_s, bytes_per_s
+            )
+    return found
 
 
 def card(**more):
@@ -44,7 +58,7 @@ def test_the_slower_resource_decides():
 
 def test_copies_are_counted_in_both_directions():
     found = card(in_per_s=8.0, out_per_s=2.0)
-    _, _, copies = cpu_limits.predicted("a + b", 1, PEAKS, found)
+    _, copies = cpu_limits.predicted("a + b", 1, found)
     assert copies == 8 / 8 + 4 / 2
 
 
@@ -74,28 +88,91 @@ def test_uses_pay_for_a_copy():
 def test_the_crossing_is_where_the_formulas_meet():
     """2 n^3 / P = 12 n^2 / L has one solution when nothing else takes time."""
     found = card(flops_per_s=1e30, bytes_per_s=1e30, order_s=0.0)
-    cpu = 3e11, 1e12  # no memory-bound product
-    assert 12 / found["in_per_s"] * cpu[0] / 2 == pytest.approx(72)
-    row = cpu_limits.crossing(found, cpu, sizes=[16, 71, 73, 200])
+    times = here(3e11, 1e12, [16, 71, 73, 200])  # no memory-bound product
+    assert 12 / found["in_per_s"] * 3e11 / 2 == pytest.approx(72)
+    row = cpu_limits.crossing(found, times)
     assert row["a @ b copied"] == 73
     assert row["a @ b resident"] == 16
 
 
 def test_a_sum_is_never_worth_a_slower_link():
-    row = cpu_limits.crossing(card(in_per_s=1e10, out_per_s=1e10), PEAKS)
-    assert row["a + b copied"] == "never"
+    row = cpu_limits.crossing(card(in_per_s=1e10, out_per_s=1e10), here())
+    assert row["a + b copied"] == "not by 2048"
     assert row["a + b resident"] is not None
     assert row["a + b uses"] > 1
-    row = cpu_limits.crossing(card(in_per_s=1e11, out_per_s=1e11), PEAKS)
-    assert row["a + b copied"] != "never"  # a link quicker than this memory
-    slow = cpu_limits.crossing(card(flops_per_s=1e9, bytes_per_s=1e9), PEAKS)
-    assert slow["a @ b copied"] == "never" and slow["a @ b resident"] is None
+    row = cpu_limits.crossing(card(in_per_s=1e11, out_per_s=1e11), here())
+    assert row["a + b copied"] < 2048  # a link quicker than this memory
+    slow = cpu_limits.crossing(card(flops_per_s=1e9, bytes_per_s=1e9), here())
+    assert slow["a @ b copied"] == slow["a @ b resident"] == "not by 2048"
     assert slow["a @ b uses"] is None
 
 
 def test_forgetting_the_copies_is_caught():
-    row = cpu_limits.crossing(card(), PEAKS)
+    row = cpu_limits.crossing(card(), here())
     assert row["a @ b copied"] > row["a @ b resident"]
+
+
+def test_what_a_cache_holds_is_not_taken_from_the_memorys_rate():
+    """A link between memory's rate and the cache's: the formula says yes."""
+    quick = card(in_per_s=3.15e10, out_per_s=3.15e10)
+    by_memory = cpu_limits.crossing(quick, here())
+    assert by_memory["a + b copied"] < 1024
+    in_cache = cpu_limits.crossing(quick, here(bytes_per_s=5e10))
+    assert in_cache["a + b copied"] == "not by 2048"
+
+
+def test_a_crossing_that_the_start_decides_is_named():
+    times = here(bytes_per_s=1e11)
+    row = cpu_limits.crossing(card(order_s=1e-5), times)
+    assert row["a @ b resident by start"] is True
+    assert "a @ b, data there (1 of 2)" in cpu_limits.starts(
+        [row, row | {"a @ b resident by start": False}]
+    )
+    row = cpu_limits.crossing(card(order_s=1e-9), times)
+    assert not any(v for k, v in row.items() if k.endswith("by start"))
+    assert cpu_limits.starts([row]) is None
+
+
+def test_measured_points_that_say_otherwise_are_named():
+    row = {"name": "a GPU", "a + b copied": 100, "a @ b copied": "not by 200"}
+
+    def line(curve, n, cpu_s, gpu_s):
+        return {"curve": curve, "n": n, "cpu_s": cpu_s, "gpu_s": gpu_s}
+
+    agree = [
+        line("a + b", 50, 1.0, 2.0),
+        line("a + b", 100, 2.0, 1.0),
+        line("a @ b", 200, 1.0, 2.0),
+        line("a + b", 400, None, 1.0),  # not measured
+        {"curve": "a + b", "n": 200, "cpu_s": 1.0},
+    ]
+    assert cpu_limits.contradictions(row, agree) == []
+    others = [
+        line("a + b", 50, 2.0, 1.0),
+        line("a + b", 200, 1.0, 1.6),
+        line("a @ b", 200, 2.0, 1.0),
+    ]
+    first, second = cpu_limits.contradictions(row, agree + others)
+    assert first.startswith("measured otherwise")
+    assert first.endswith("a + b at n = 50, 200")
+    assert second.endswith("a @ b at n = 200")
+
+
+def test_the_sweep_keeps_the_least_and_less_work_is_no_longer(monkeypatch):
+    """A burst hits one size of one round, another all rounds of one size."""
+    times = {16: [1.0, 1.0], 19: [9.0, 9.0], 23: [3.0, 8.0]}
+    asked = []
+
+    def shortest(call, device, budget_s):
+        n = len(call.args[0])
+        asked.append((call.func, n))
+        round_ = sum(done == asked[-1] for done in asked) - 1
+        return times[n][round_]
+
+    monkeypatch.setattr(cpu_limits.ceilings, "shortest", shortest)
+    found = cpu_limits.swept([16, 19, 23], 0.0, 2)
+    assert found["a + b"] == found["a @ b"] == {16: 1.0, 19: 3.0, 23: 3.0}
+    assert len(asked) == 2 * 2 * 3
 
 
 def test_there_and_back_gives_the_same_bits():
@@ -144,6 +221,8 @@ def test_smoke(capsys):
     names = [row["name"] for row in rows if "link_bytes_per_s" in row]
     assert names == list(gpu_structure.CARDS)
     assert {row["name"] for row in rows if "curve" in row} == {"T4"}
+    measured = [row for row in rows if row.get("cpu_s")]
+    assert [row["n"] for row in measured] == 2 * cpu_limits.SIZES[:3]
     assert not any("gpu_s" in row for row in rows)
     drawn = cpu_limits.figure(rows)
     assert len(drawn.axes) == 2

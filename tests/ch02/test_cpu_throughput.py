@@ -77,6 +77,68 @@ def test_flops_are_counted_by_hand_and_by_machine():
     assert counter.get_total_flops() == product_flops(n, k, m)
 
 
+class Rows:
+    """A matrix that notes the shape of each product it takes part in."""
+
+    def __init__(self, numbers, products):
+        self.numbers, self.products = numbers, products
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, i):
+        return Rows(self.numbers[i], self.products)
+
+    def __matmul__(self, other):
+        self.products.append(tuple(self.numbers.shape))
+        return self.numbers @ other
+
+
+def test_row_by_row_is_a_product_for_each_row():
+    a, b = operands()
+    products = []
+    result = row_by_row(Rows(a, products), b, torch.empty(5, 3).double())
+    assert torch.allclose(result, a @ b)
+    assert products == [(7,)] * 5
+    products.clear()
+    matrix_product(Rows(a, products), b)
+    assert products == [(5, 7)]
+
+
+def test_each_row_runs_on_the_threads_that_it_names(monkeypatch):
+    seen = {}
+
+    def noted(technique):
+        def call(*inputs):
+            seen["now"] = technique.__name__, torch.get_num_threads()
+            return technique(*inputs)
+
+        return call
+
+    for technique in (python_loops, row_by_row, matrix_product):
+        name = technique.__name__
+        monkeypatch.setattr(cpu_throughput, name, noted(technique))
+
+    def compared(args, n, variants, title, expect):
+        for name, factory in variants.items():
+            factory()()
+            seen[name] = seen.pop("now")
+        return [{"median_s": 1.0}] * len(variants)
+
+    monkeypatch.setattr(cpu_throughput, "compared", compared)
+    monkeypatch.setattr(cpu_throughput.machine, "cores", lambda: 3)
+    cpu_throughput.main(["--smoke"])
+    assert seen == {
+        "Python loops": ("python_loops", 1),
+        "NumPy, row by row": ("row_by_row", 1),
+        "torch, one call": ("matrix_product", 1),
+        "one call, 3 threads": ("matrix_product", 3),
+        "torch, 1 thread": ("matrix_product", 1),
+        "torch, 2 threads": ("matrix_product", 2),
+        "torch, 3 threads": ("matrix_product", 3),
+    }
+
+
 def test_threads_are_given_back(monkeypatch):
     before = torch.get_num_threads()
     assert with_threads(3, torch.get_num_threads) == 3

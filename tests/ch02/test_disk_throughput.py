@@ -1,11 +1,13 @@
 """2.2: every byte of the file is read, once, and nothing is left behind."""
 
+import builtins
 import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -45,6 +47,57 @@ def test_at_random_is_another_order_of_the_same_blocks(files):
         found = list(blocks())
         assert sorted(found) == sorted(ordered), name
         assert (found == ordered) == ("in order" in name), name
+
+
+class Closed:
+    """An open file without ``read``: only its number can be had."""
+
+    def __init__(self, path, *_, **__):
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.number)
+
+    def fileno(self):
+        return self.number
+
+
+def test_a_mapped_file_is_not_read(files, monkeypatch):
+    one, many, truth = files
+    monkeypatch.setattr(builtins, "open", Closed)
+    for name, blocks in ways_of(one, many, TOTAL, BLOCK).items():
+        if name.endswith("mmap"):
+            assert checksum(blocks()) == truth, name
+        else:
+            with pytest.raises(AttributeError):
+                checksum(blocks())
+
+
+def test_the_cache_is_dropped_before_each_reading(files, monkeypatch):
+    one, many, truth = files
+    events = []
+
+    def dropped(paths):
+        assert paths == [one]
+        events.append("dropped")
+        return True
+
+    def timed(blocks):
+        events.append("read")
+        return 1.0, 0
+
+    monkeypatch.setattr(disk_throughput, "drop_from_cache", dropped)
+    monkeypatch.setattr(disk_throughput, "timed", timed)
+    ways = ways_of(one, many, TOTAL, BLOCK)
+    args = types.SimpleNamespace(smoke=False)
+    rows = disk_throughput.measure(args, ways, [one], truth)
+    assert len(rows) == 2 * len(ways)
+    cold = ["dropped"]  # once, to ask whether it can be
+    cold += ["dropped", "read"] * 3 * len(ways)
+    assert events == cold + ["read"] * 3 * len(ways)
 
 
 def test_a_row_changes_one_thing():
@@ -149,6 +202,17 @@ def test_too_little_space_is_seen_beforehand(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there_is_a_sentence():
     with pytest.raises(bench.Refusal, match="--folder nowhere"):
         disk_throughput.main(["--smoke", "--folder", "nowhere"])
+
+
+def test_a_folder_that_takes_no_files_is_a_sentence(tmp_path, monkeypatch):
+    """As /proc does: it is a folder, and nothing can be made in it."""
+
+    def none(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(disk_throughput.tempfile, "TemporaryDirectory", none)
+    with pytest.raises(bench.Refusal, match="no files can be made in .*disk"):
+        disk_throughput.main(["--smoke", "--folder", str(tmp_path)])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals")

@@ -73,6 +73,10 @@ def test_by_hand():
         ("8.0", 256, 64, 0, 32),
         ("8.0", 1024, 64, 0, 32),
         ("8.0", 1024, 65, 0, 0),  # too many to start
+        ("8.0", 512, 16, 0, 64),
+        ("8.0", 512, 64, 0, 32),
+        ("8.0", 512, 65, 0, 16),  # given out by 8: 72 for each thread
+        ("8.0", 128, 0, 80 * 1024, 8),  # two blocks of shared memory
         ("8.0", 64, 32, 0, 64),
         ("8.0", 32, 32, 0, 32),  # no more than 32 blocks
         ("8.0", 33, 32, 0, 64),  # a warp with one thread counts as one

@@ -1,5 +1,6 @@
 """2.3.5: what was sent arrives, and the fit finds start and bandwidth."""
 
+import types
 import warnings
 
 import pytest
@@ -93,6 +94,20 @@ def test_half_a_copy_is_noticed(monkeypatch):
     monkeypatch.setattr(host_device_copy, "from_pageable", half)
     with pytest.raises(AssertionError, match="not the bytes"):
         host_device_copy.main(["--smoke", "--device", "cpu"])
+
+
+def test_a_copy_takes_the_median_of_its_samples(monkeypatch):
+    def take_turns(calls, device, rounds, budget_s):
+        for call in calls:
+            call()
+        return torch.tensor([[3.0], [1.0], [2.0]]).numpy()
+
+    monkeypatch.setattr(host_device_copy.timers, "take_turns", take_turns)
+    args = types.SimpleNamespace(device=torch.device("cpu"), smoke=True)
+    (row,) = host_device_copy.measured(args, 2**12)
+    assert row["copy_s"] == 2.0
+    assert row["rate_bytes_per_s"] == 2**11
+    assert row["copied_bytes"] == 2**12
 
 
 def test_smoke(capsys, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,21 @@ def test_samples_go_on_where_the_last_one_stopped():
     assert len(calls) > 2
     ends = [at + steps for at, steps in calls]
     assert [at for at, _ in calls[1:]] == ends[:-1]
+
+
+@pytest.mark.parametrize("access_s", [2e-9, 1e-7])
+def test_an_access_is_timed_as_long_as_it_takes(monkeypatch, access_s):
+    """A clock that only the walk moves on: so many seconds a step."""
+    now = [0.0]
+
+    def walk(address, at, steps):
+        now[0] += steps * access_s
+        return at
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(memory_hierarchy, "time", clock)
+    found = memory_hierarchy.access_s(2**16, 64, walk, budget_s=0.01)
+    assert found == pytest.approx(access_s)
 
 
 # --- building ---------------------------------------------------------------
@@ -230,10 +246,17 @@ def test_bytes_are_counted_as_they_move():
 
 
 def test_rates_are_bytes_by_seconds(monkeypatch):
-    monkeypatch.setattr(ceilings, "shortest", lambda *_: 1e-3)
+    threads = []
+
+    def shortest(call, device, budget_s):
+        threads.append(torch.get_num_threads())
+        return 1e-3
+
+    monkeypatch.setattr(ceilings, "shortest", shortest)
     before = torch.get_num_threads()
     rows = memory_hierarchy.bandwidth_rows([1, 2], 4000, 0.0)
     assert torch.get_num_threads() == before
+    assert threads == [1, 1, 1, 2, 2, 2]  # read, copy and triad with each
     assert [row["threads"] for row in rows] == [1, 2]
     for row in rows:
         assert row["read_bytes_per_s"] == 4e6
@@ -321,9 +344,62 @@ def test_a_level_is_read_well_inside_it():
     assert rows["L2"]["access_s"] == 18.5  # 128 KiB to 1 MiB
     assert rows["memory"]["access_s"] == 23.0  # 4 to 16 MiB
     assert rows["memory"]["size_bytes"] is None
+    assert (rows["L2"]["least_s"], rows["L2"]["most_s"]) == (17.0, 20.0)
     (only,) = levels({}, points)
     assert only["name"] == "memory"
     assert levels({"L1": 2**30}, points)[1]["access_s"] is None
+
+
+KIB, MIB = 2**10, 2**20
+# a virtual machine: no step at the socket's L3, one where its share ends
+CURVE = {16 * KIB: 2.0, 32 * KIB: 2.0, 64 * KIB: 6.0, 128 * KIB: 6.1}
+CURVE |= {256 * KIB: 6.2, 512 * KIB: 6.3, MIB: 7.0, 2 * MIB: 40.0}
+CURVE |= {4 * MIB: 46.0, 8 * MIB: 65.0, 16 * MIB: 158.0, 32 * MIB: 280.0}
+CURVE |= {64 * MIB: 300.0, 128 * MIB: 310.0}
+
+
+def test_steps_are_where_an_access_becomes_slower():
+    found = memory_hierarchy.steps(CURVE)
+    assert [step[:2] for step in found] == [
+        (32 * KIB, 64 * KIB),
+        (MIB, 2 * MIB),
+        (8 * MIB, 32 * MIB),  # two rises, one after the other
+    ]
+    assert found[-1][2] == pytest.approx(280 / 65)
+    assert memory_hierarchy.steps(dict.fromkeys(CURVE, 1.0)) == []
+
+
+def test_reported_and_found_steps_are_told_apart():
+    told = {"L1": 48 * KIB, "L2": 2 * MIB, "L3": 100 * MIB, "L4": 2**30}
+    rows = memory_hierarchy.borders(told, CURVE)
+    assert [(row["name"], row["words"]) for row in rows] == [
+        ("L1", "as reported"),
+        ("L2", "as reported"),
+        (None, "seen, not reported"),
+        ("L3", "reported, not seen"),
+        ("L4", "reported, beyond what was measured"),
+    ]
+    assert rows[0]["ratio"] == 3.0 and rows[0]["below_bytes"] == 32 * KIB
+    assert rows[2]["above_bytes"] == 32 * MIB
+    assert "ratio" not in rows[3]
+    assert len(memory_hierarchy.borders({}, CURVE)) == 3
+
+
+def test_the_script_says_what_was_not_reported(monkeypatch, capsys):
+    times = iter(CURVE.values())
+    monkeypatch.setattr(memory_hierarchy, "access_s", lambda *_: next(times))
+    monkeypatch.setattr(
+        memory_hierarchy, "working_sets", lambda *_: list(CURVE)
+    )
+    told = {"L1": 48 * KIB, "L2": 2 * MIB, "L3": 100 * MIB}
+    monkeypatch.setattr(memory_hierarchy, "caches", lambda: told)
+    rows = memory_hierarchy.main(["--smoke"])
+    shown = capsys.readouterr().out
+    assert "reported, not seen: a virtual machine" in shown
+    assert "seen, not reported: what this machine gets" in shown
+    assert "their ordinary stores" in shown
+    spans = memory_hierarchy.figure(rows).axes[0].patches
+    assert len(spans) == 3
 
 
 # --- the script -------------------------------------------------------------

@@ -9,13 +9,12 @@ import types
 import pytest
 import torch
 
-from ch02_hardware import programming_model
+from ch02_hardware import gpu_structure, programming_model
 from ch02_hardware.programming_model import (
     by_kernel,
     check,
     grid_model,
     grid_rows,
-    resident,
     waves,
 )
 from common import bench
@@ -185,24 +184,7 @@ def test_waves_are_rounded_up(programs, sms, held, expected):
     assert waves(programs, sms, held) == expected
 
 
-A100 = {"threads": 2048, "registers": 65536, "programs": 32}
-A100["shared_bytes"] = 164 * 1024
-
-
-@pytest.mark.parametrize(
-    ("threads", "registers", "shared", "expected"),
-    [
-        (512, 16, 0, 4),  # 2048 threads
-        (1024, 32, 0, 2),
-        (512, 64, 0, 2),  # 65536 registers, 32768 for each
-        (512, 65, 0, 1),  # given out by 256 to a warp: 72 for each thread
-        (1024, 65, 0, 0),  # cannot run at all
-        (32, 16, 0, 32),  # as many as an SM keeps count of
-        (128, 0, 80 * 1024, 2),  # shared memory
-    ],
-)
-def test_what_an_sm_holds(threads, registers, shared, expected):
-    assert resident(A100, threads, registers, shared) == expected
+A100 = gpu_structure.multiprocessor("8.0")
 
 
 def test_the_formula_in_rows():
@@ -262,11 +244,15 @@ def test_smoke_without_triton(capsys, monkeypatch):
     shown = smoke(capsys)
     assert "Triton is not installed" in shown
     assert "modelled in torch" in shown
+    assert "no kernel ran" in shown and "kernel's answer" not in shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
 
 
 @needs_triton
 def test_smoke_in_the_interpreter(capsys):
-    assert "in Triton's interpreter" in smoke(capsys)
+    shown = smoke(capsys)
+    assert "in Triton's interpreter" in shown
+    assert "the kernel's answer is torch's" in shown
 
 
 def test_import_does_not_ask_for_the_interpreter():
@@ -287,7 +273,6 @@ def test_techniques_work_when_pasted(pasted):
     x = numbers(6, 9)
     check(x, pasted(grid_model)(x, 4))
     assert pasted(waves)(529, 132, 4) == 2
-    assert pasted(resident)(A100, 512, 16, 0) == 4
 
 
 @pytest.mark.gpu

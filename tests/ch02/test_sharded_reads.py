@@ -69,7 +69,9 @@ def test_every_sample_is_read_once(data, world):
         every = row["name"] == "every rank reads all"
         assert row["asked_bytes"] == (world * total if every else total)
         assert (row["once"], row["more_often"], row["never"]) == (257, 0, 0)
-    assert rows[-1]["requests"] == data["count"]
+    # 1 MiB a request holds all 257 samples; a shard is one; a card is one
+    requests = [row["requests"] for row in rows]
+    assert requests == [world, world, len(data["shards"]), data["count"]]
 
 
 @pytest.mark.parametrize(

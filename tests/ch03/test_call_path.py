@@ -1,5 +1,6 @@
 """3.2.3: the order of keys, predicted from tables and recorded."""
 
+import contextlib
 import io
 import json
 
@@ -17,6 +18,7 @@ from ch03_pytorch_basics.call_path import (
     record_kernels,
     repeat,
 )
+from common import bench
 
 CPU = torch.device("cpu")
 MUL = "aten::mul.Tensor"
@@ -61,7 +63,7 @@ def test_a_wrong_order_is_caught(monkeypatch):
         "keys_ahead",
         lambda name, *tensors: keys_ahead(name, *tensors)[::-1],
     )
-    with pytest.raises(AssertionError, match="wants a gradient"):
+    with pytest.raises(bench.Mismatch, match="wants a gradient"):
         call_path.walked_rows(CPU)
 
 
@@ -108,6 +110,74 @@ def test_layers_give_the_same_product():
     assert repeat(*rows["graph node"][:2], rows["graph node"][2](), 1).grad_fn
 
 
+def test_each_layer_has_what_its_row_says():
+    """One thing more than the row before: a buffer, memory, modes."""
+    rows, kept = call_path.layers(CPU, 3), {}
+    for name in ("kernel", "result's memory"):
+        operator, args, context = rows[name]
+        with context():
+            kept[name] = operator(*args), operator(*args)
+    first, second = kept["kernel"]
+    assert first is second and first.data_ptr() not in {
+        tensor.data_ptr() for tensor in rows["kernel"][1]
+    }
+    first, second = kept["result's memory"]
+    assert first.data_ptr() != second.data_ptr()
+    stacks = {}
+    for name in list(rows)[-3:]:
+        with rows[name][2]():
+            functions = torch._C._len_torch_function_stack()
+            dispatched = "Python" in keys_ahead(MUL, *rows[name][1])
+            stacks[name] = functions, dispatched
+    assert stacks == {
+        "graph node": (0, False),
+        "dispatch mode": (0, True),
+        "function mode": (1, True),
+    }
+
+
+def test_times_are_of_one_call(monkeypatch):
+    """A clock that ticks once a call finds one tick per call."""
+    ticks = []
+
+    def operator(x):
+        ticks.append(x)
+
+    def wall(function, calls, device):
+        before = len(ticks)
+        function()
+        return 1e-6 * (len(ticks) - before)
+
+    def take_turns(functions, device, **how):
+        return np.array([[wall(f, 1, device) for f in functions]] * 3)
+
+    monkeypatch.setattr(call_path.timers, "wall", wall)
+    monkeypatch.setattr(call_path.timers, "take_turns", take_turns)
+    row = operator, (1,), contextlib.nullcontext
+    samples = call_path.timed({"a": row, "b": row}, CPU, True, 0)
+    assert samples == pytest.approx(np.full((3, 2), 1e-6))
+
+
+def test_all_sizes_are_timed_in_the_same_turns():
+    found = call_path.sized(CPU, [1, 16])
+    names = list(call_path.layers(CPU))
+    stacks = list(call_path.STACKS.values())
+    ones, others = [(n, 1) for n in names], [(n, 16) for n in stacks]
+    assert list(found) == ones + others
+    for (_, size), (_, args, _) in found.items():
+        assert {x.numel() for x in args} == {size}
+    samples = np.arange(12.0)[None]  # column i takes i seconds
+    seen = call_path.curves(found, samples, [1, 16])
+    assert seen == {
+        "inference mode": [4.0, 9.0],
+        "recording a graph": [6.0, 10.0],
+        "both modes": [8.0, 11.0],
+    }
+    # the overhead is the very number of the table of layers
+    rows = call_path.layer_rows(names, samples)
+    assert rows[4]["call_s"] == seen["inference mode"][0]
+
+
 def test_each_layer_adds_what_its_row_has_more():
     rounds = np.array([[1.0, 3.0, 4.0]] * 19 + [[50.0, 60.0, 10.0]])
     rows = call_path.layer_rows(dict.fromkeys("abc"), rounds)
@@ -120,9 +190,27 @@ def test_as_many_elements_hide_the_overhead():
     # overhead + work: doubled where both are equal
     sizes = [2**n for n in range(0, 24, 2)]
     seconds = [3e-6 + 12 * n / 12e9 for n in sizes]
-    assert crossing(sizes, seconds, 2) == pytest.approx(3000, rel=0.15)
-    assert crossing(sizes, seconds, 11) == pytest.approx(30000, rel=0.15)
+    assert crossing(sizes, seconds, 2) == (1024, 4096)
+    assert crossing(sizes, seconds, 11) == (16384, 65536)
     assert crossing(sizes[:4], seconds[:4], 2) is None
+
+
+def test_noise_at_the_border_widens_the_range():
+    sizes = [1, 4, 16, 64, 256, 1024]
+    assert crossing(sizes, [1, 1, 1.9, 2, 8, 32], 2) == (16, 64)
+    assert crossing(sizes, [1, 1, 2.1, 1.9, 8, 32], 2) == (4, 256)
+    assert crossing(sizes, [1, 1, 2.1, 1.9, 8, 1.5], 2) is None
+
+
+def test_caches_decide_while_they_hold_what_is_moved():
+    rates = {"caches": 120e9, "memory": 12e9}
+    predicted = call_path.predicted
+    assert predicted(1e-6, rates, 12 * 10_000) == (10_000, "caches")
+    assert predicted(1e-6, rates, 12 * 9_999) == (1_000, "memory")
+    unknown = rates | {"caches": None}
+    assert predicted(1e-6, unknown, 1 << 30) == (1_000, "memory")
+    none = dict.fromkeys(rates)
+    assert predicted(1e-6, none, 0) == (None, None)
 
 
 @pytest.mark.parametrize("queued", [False, True])
@@ -131,25 +219,27 @@ def test_predicted_equals_measured_on_a_made_up_machine(queued):
     sizes = [2**n for n in range(0, 24)]
     join = max if queued else lambda a, b: a + b
     seconds = [join(3e-6, 12 * n / 12e9) for n in sizes]
-    rates = {"memory": 12e9, "caches": None}
-    (row,) = call_path.hidden_rows(sizes, {"x": seconds}, rates, queued)
-    assert row["by_memory"] == pytest.approx(3000, abs=1)
-    assert row["by_caches"] is None
-    assert row["measured"] == pytest.approx(3000, rel=0.1)
-    assert row["tenth"] == pytest.approx(30000, rel=0.1)
+    rates = {"caches": None, "memory": 12e9}
+    (row,) = call_path.hidden_rows(sizes, {"x": seconds}, rates, 0, queued)
+    assert row["predicted"] == pytest.approx(3000, abs=1)
+    assert row["by"] == "memory"
+    assert list(row["measured"]) == [2048, 4096]
+    assert list(row["tenth"]) == [16384, 32768]
+    assert "as memory's bandwidth predicts (3,00" in call_path.reading(row)
 
 
 @pytest.mark.parametrize(
-    ("measured", "words"),
+    ("measured", "by", "words"),
     [
-        (1100, "about what memory"),
-        (4000, "in the caches"),
-        (9000, "more than bandwidth"),
-        (100, "fewer than bandwidth"),
+        ((1024, 4096), "memory", "as memory's bandwidth predicts (2,000)"),
+        ((1024, 4096), "caches", "as the caches' bandwidth predicts (2,000)"),
+        ((64, 256), "caches", "fewer than the caches' bandwidth"),
+        ((4096, 8192), "caches", "more than the caches' bandwidth"),
+        ((4096, 8192), "memory", "predicts (2,000): a cache holds them"),
     ],
 )
-def test_the_reading_follows_the_numbers(measured, words):
-    row = {"name": "x", "by_memory": 1000, "by_caches": 4000}
+def test_the_reading_follows_the_numbers(measured, by, words):
+    row = {"name": "x", "predicted": 2000, "by": by, "cached": True}
     assert words in call_path.reading(row | {"measured": measured})
     assert call_path.reading(row | {"measured": None}) is None
 
@@ -184,7 +274,7 @@ def test_techniques_work_when_pasted(function, pasted):
     elif function is elements_that_hide:
         assert alone(1, 24, 12) == 2
     else:
-        assert alone([1, 2, 4], [1.0, 1.0, 2.0], 2) == 4
+        assert alone([1, 2, 4], [1.0, 1.0, 2.0], 2) == (2, 4)
 
 
 @pytest.mark.gpu

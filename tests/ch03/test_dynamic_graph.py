@@ -97,6 +97,21 @@ def test_a_graph_is_walked_once():
     result.backward()
 
 
+def test_only_one_of_the_timed_rows_records(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        dynamic_graph.bench,
+        "compare",
+        lambda args, variants, **how: seen.update(variants) or [],
+    )
+    dynamic_graph.main(["--smoke", "--device", "cpu"])
+    found = {name: factory()() for name, factory in seen.items()}
+    assert list(found) == ["no graph", "graph recorded"]
+    assert found["no graph"].grad_fn is None
+    assert len(graph_of(found["graph recorded"])) == 20 + 1
+    assert torch.equal(*found.values())
+
+
 def test_without_grad_there_is_no_graph():
     with torch.no_grad():
         assert branching(leaf()).grad_fn is None

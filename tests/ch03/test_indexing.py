@@ -1,10 +1,14 @@
 """3.1.2: which index is a view, which a copy, and what a write reaches."""
 
+import functools
+import types
+
 import pytest
 import torch
 
 from ch03_pytorch_basics import indexing
 from ch03_pytorch_basics.operator_library import aten_operators
+from common import bench
 
 CPU = torch.device("cpu")
 
@@ -29,7 +33,7 @@ def test_a_wrong_belief_about_a_read_is_caught(monkeypatch):
     x = table()
     for wrong in (("x[[0]]", lambda: x[[0]], True), ("x[0]", lambda: x[0], 0)):
         monkeypatch.setattr(indexing, "readings", lambda x, w=wrong: [w])
-        with pytest.raises(AssertionError):
+        with pytest.raises(bench.Mismatch, match=r"said to be a view"):
             indexing.read_rows(x)
 
 
@@ -83,6 +87,38 @@ def test_all_ways_read_the_same_rows():
         found = function(x, which)
         assert torch.equal(found, expected)
         assert not indexing.shares_storage(x, found)
+
+
+def test_each_way_is_an_operator_of_its_own():
+    """Two rows that ran one operator would compare it with itself."""
+    rows, wanted = torch.tensor([1, 2]), range(1, 3)
+    mask = torch.tensor([False, True, True, False])
+    for function, which, ran in (
+        (indexing.rows_by_slice_copied, wanted, "slice.Tensor, clone"),
+        (indexing.rows_selected, rows, "index_select"),
+        (indexing.rows_by_index, rows, "index.Tensor"),
+        (indexing.rows_by_mask, mask, "index.Tensor"),
+    ):
+        call = functools.partial(function, table(), which)
+        assert indexing.names(aten_operators(call)) == ran
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "words"),
+    [(2**40, "; a view"), (0, ": at least 671 µs here; a view")],
+)
+def test_memory_bounds_only_what_no_cache_holds(
+    monkeypatch, cache_bytes, words
+):
+    peaks = {"copy_bytes_per_s": 1e11, "cache_bytes": cache_bytes}
+    monkeypatch.setattr(indexing.machine, "peaks", lambda device: peaks)
+    said = {}
+    monkeypatch.setattr(
+        indexing.bench, "compare", lambda *args, **how: said.update(how)
+    )
+    args = types.SimpleNamespace(device=CPU, smoke=False)
+    indexing.reading_costs(args, 1 << 18, 64)
+    assert said["expect"].startswith(f"a copy moves 64 MiB{words}")
 
 
 def test_gradients_reach_the_rows_that_were_read():

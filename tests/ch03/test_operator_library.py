@@ -10,6 +10,7 @@ from ch03_pytorch_basics.operator_library import (
     overloads,
     promises,
 )
+from common import bench
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def test_an_operator_that_breaks_its_promise_is_caught(number, library):
     library.define(f"liar{number}{schema}")
     library.impl(f"liar{number}", kernel, "CPU")
     operator = getattr(torch.ops.ch03_test, f"liar{number}").default
-    with pytest.raises(AssertionError, match="says"):
+    with pytest.raises(bench.Mismatch, match="says"):
         operator_library.checked_schemas([(operator, (torch.ones(3),), {})])
 
 
@@ -87,6 +88,15 @@ def test_each_form_is_one_operator():
     assert found["x * y"] == found["x.mul(y)"] == "aten.mul.Tensor"
     assert found["x.mul_(y)"] == "aten.mul_.Tensor"
     assert found["torch.mul(x, y, out=z)"] == "aten.mul.out"
+
+
+def test_a_form_that_is_two_operators_is_caught(monkeypatch):
+    two = {"x + x + x": lambda: torch.arange(1.0, 7.0) * 3}
+    monkeypatch.setattr(
+        operator_library, "forms_of_multiply", lambda *args: two
+    )
+    with pytest.raises(bench.Mismatch, match="x . x . x"):
+        operator_library.written_forms(CPU)
 
 
 def test_the_operators_under_a_linear_layer():

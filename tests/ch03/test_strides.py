@@ -3,17 +3,20 @@
 import io
 import itertools
 import json
+import types
 
 import pytest
 import torch
 
 from ch03_pytorch_basics import strides
+from ch03_pytorch_basics.operator_library import aten_operators
 from ch03_pytorch_basics.strides import (
     dense_strides,
     element_address,
     element_at,
     memory_map,
 )
+from common import bench
 
 CPU = torch.device("cpu")
 
@@ -83,6 +86,56 @@ def test_the_order_in_memory_changes_no_number(add):
     assert torch.equal(grad, expected)
 
 
+def test_rows_of_the_sums_differ_in_order_or_in_a_copy_alone():
+    rows = strides.additions(8, CPU)
+    found = {
+        name: (a.stride(), b.stride(), [str(o) for o in ran])
+        for name, (add, a, b) in rows.items()
+        for ran in [aten_operators(lambda add=add, a=a, b=b: add(a, b))]
+    }
+    rowwise, columnwise, add = (8, 1), (1, 8), "aten.add.Tensor"
+    assert found == {
+        "both by rows": (rowwise, rowwise, [add]),
+        "both by columns": (columnwise, columnwise, [add]),
+        "rows + columns": (rowwise, columnwise, [add]),
+        "rows + columns, copied first": (
+            rowwise,
+            columnwise,
+            ["aten.clone.default", add],
+        ),
+    }
+    sums = [add(a, b) for add, a, b in rows.values()]
+    assert all(torch.equal(found, sums[0]) for found in sums)
+
+
+@pytest.mark.parametrize(
+    ("times", "device", "said"),
+    [(7.05, "cpu", True), (5.9, "cpu", False), (7.05, "meta", False)],
+)
+def test_more_time_than_bytes_is_explained(
+    monkeypatch, capsys, times, device, said
+):
+    seconds = [{"median_s": s} for s in (1.0, 1.0, times, 6.0)]
+    monkeypatch.setattr(strides.bench, "compare", lambda *a, **k: seconds)
+    args = types.SimpleNamespace(device=torch.device(device), smoke=False)
+    strides.addition_costs(args, 8)
+    shown = capsys.readouterr().out
+    assert ("takes 7.05 times as long, but moves 6 times" in shown) == said
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+def test_an_address_that_is_wrong_is_caught(monkeypatch):
+    def careless(tensor, index):
+        steps = zip(index, tensor.stride(), strict=True)
+        place = sum(i * stride for i, stride in steps)
+        start = tensor.untyped_storage().data_ptr()
+        return start + place * tensor.element_size()
+
+    monkeypatch.setattr(strides, "element_address", careless)
+    with pytest.raises(bench.Mismatch, match="columns 1::2"):
+        strides.described(CPU)
+
+
 def test_convolutions_of_both_orders_and_their_gradients():
     x = torch.randn(2, 4, 5, 5)
     weight = torch.randn(4, 4, 3, 3)
@@ -101,6 +154,8 @@ def test_smoke(capsys):
     rows = strides.main(["--smoke", "--device", "cpu"])
     shown = capsys.readouterr()
     assert not shown.err
+    # beside "no difference measured here", a ceiling and "noisy" fit 29
+    assert all(len(row["name"]) <= 29 for row in rows)
     assert all(len(line) <= 100 for line in shown.out.splitlines())
     rows = json.loads(json.dumps(rows))  # as a record gives them
     drawn = strides.figure(rows)

@@ -12,6 +12,7 @@ from ch03_pytorch_basics.tensor_attributes import (
     create_on_device,
     create_then_move,
 )
+from common import bench
 
 CPU = torch.device("cpu")
 
@@ -67,8 +68,16 @@ def test_every_maker_copies_or_shares_as_said():
 )
 def test_a_wrong_belief_is_caught(wrong, monkeypatch):
     monkeypatch.setattr(tensor_attributes, "makers", lambda device: [wrong])
-    with pytest.raises(AssertionError, match=wrong[1]):
+    with pytest.raises(bench.Mismatch, match=wrong[1]):
         tensor_attributes.copied_or_shared(CPU)
+
+
+def test_another_way_to_make_ones_is_caught(monkeypatch):
+    monkeypatch.setattr(
+        tensor_attributes, "create_then_move", create_on_device
+    )
+    with pytest.raises(bench.Mismatch, match="ones are made by"):
+        tensor_attributes.creation_rows(8, CPU, torch.float64)
 
 
 def test_moving_runs_one_operator_more():

@@ -16,6 +16,7 @@ from ch03_pytorch_basics.views import (
     shares_storage,
     strides_after_reshape,
 )
+from common import bench
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def test_who_shares_storage():
 def test_a_wrong_belief_about_sharing_is_caught(monkeypatch):
     wrong = [("x.t().reshape(24)", torch.ones(4, 6).t().reshape(24), True)]
     monkeypatch.setattr(views, "operations", lambda x: wrong)
-    with pytest.raises(AssertionError, match="reshape"):
+    with pytest.raises(bench.Mismatch, match="reshape"):
         views.sharing(CPU)
 
 
@@ -71,6 +72,12 @@ def test_the_rule_of_reshape_is_torchs():
     assert seen == {True, False}
 
 
+def test_a_rule_that_is_wrong_is_caught(monkeypatch):
+    monkeypatch.setattr(views, "strides_after_reshape", lambda *_: None)
+    with pytest.raises(bench.Mismatch, match="predicted None"):
+        views.reshapes(CPU)
+
+
 def test_1000_of_a_million_float32():
     """The bytes of the book's case, and the cures that are none."""
     view = torch.arange(1e6)[:1000]
@@ -95,7 +102,7 @@ def test_what_is_loaded_is_what_was_shown():
 def test_a_cure_that_does_not_cure_is_caught(monkeypatch):
     monkeypatch.setattr(views, "compact", torch.Tensor.contiguous)
     monkeypatch.setattr(views, "CURES", {"contiguous": views.compact})
-    with pytest.raises(AssertionError, match="contiguous"):
+    with pytest.raises(bench.Mismatch, match="contiguous"):
         views.keeping(CPU)
 
 
@@ -124,6 +131,9 @@ def test_smoke(capsys):
     assert all(len(line) <= 100 for line in shown.out.splitlines())
     drawn = views.figure(json.loads(json.dumps(rows)))
     assert len(drawn.axes) == len(views.DRAWN) + 1
+    caption = drawn.get_suptitle()
+    for word in ("green: x's", "orange: the result's own", "numbers: the"):
+        assert word in caption
     drawn.savefig(io.BytesIO())
 
 
