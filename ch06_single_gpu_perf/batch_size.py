@@ -333,47 +333,35 @@ def conclusion(rows):
 
 
 def figure(rows):
-    """Draw tokens/s, measured and expected, and the bytes kept, by batch.
-
-    Args:
-        rows: what ``main`` returned.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Draw tokens/s, measured and expected, and the bytes kept, by batch."""
     import matplotlib
     from matplotlib.figure import Figure
 
     batches = [row["batch"] for row in rows]
     with matplotlib.rc_context(notebook.fonts()):
-        drawn = Figure(figsize=(8, 3.2), dpi=100)
+        drawn = Figure(figsize=(7.5, 3.6), dpi=100, layout="constrained")
         left, right = drawn.subplots(1, 2)
-        for key, style, words in (
-            ("tokens_per_s", "o-", "measured · 實測"),
-            ("expected_per_s", "k--", "expected · 預測"),
-        ):
-            rates = [row[key] for row in rows]
-            left.plot(batches, rates, style, label=notebook.label(words))
-        best = max(row["tokens_per_s"] for row in rows)
-        left.axhline(NEAR * best, color="0.7", linewidth=0.8)
-        left.set_ylabel("tokens/s")
-        left.legend(frameon=False)
-        for key, style, words in (
-            ("peak_bytes", "s-", "peak · 峰值"),
-            ("kept_bytes", "o-", "kept for backward · 為反向保留"),
+        for axes, key, style, words in (
+            (left, "tokens_per_s", "o-", "measured · 實測"),
+            (left, "expected_per_s", "k--", "expected · 預測"),
+            (right, "peak_bytes", "s-", "peak · 峰值"),
+            (right, "kept_bytes", "o-", "kept for backward · 為反向保留"),
         ):
             if all(row[key] for row in rows):
-                sizes = [row[key] / 2**20 for row in rows]
-                right.plot(batches, sizes, style, label=notebook.label(words))
+                unit = 2**20 if key.endswith("_bytes") else 1000
+                y = [row[key] / unit for row in rows]
+                axes.plot(batches, y, style, label=notebook.label(words))
+        left.set_ylabel("thousand tokens/s")
         right.set_ylabel("MiB")
-        right.legend(frameon=False)
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.set_xticks(batches, batches)
             axes.set_xlabel(notebook.label("batch · 批次大小"))
-            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+            axes.set_ylim(bottom=0)
             axes.spines[["top", "right"]].set_visible(False)
-        drawn.tight_layout()
+            axes.legend(frameon=False, loc="upper left")
+        title = "Tokens/s and memory by batch · 批次大小與速度、記憶體"
+        drawn.suptitle(notebook.label(title), fontsize=12)
     return drawn
 
 

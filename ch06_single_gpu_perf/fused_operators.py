@@ -466,23 +466,34 @@ def reading(predicted, row):
 
 def figure(rows):
     """Draw predicted and measured ratios of the last table as bars."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    from common import notebook
+
     rows = [row for row in rows if "reading" in row]
-    drawing = Figure(figsize=(7, 0.6 * len(rows) + 1.2), layout="constrained")
-    axes = drawing.subplots()
-    for shift, key in ((-0.2, "predicted"), (0.2, "measured")):
-        places = [i + shift for i in range(len(rows))]
-        axes.barh(places, [row[key] for row in rows], 0.4, label=key)
-    axes.axvline(1, color="0.5", linewidth=1)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("times the speed of the separate operators")
-    # above: bars may be anywhere below
-    axes.legend(
-        frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1)
-    )
-    return drawing
+    with matplotlib.rc_context(notebook.fonts()):
+        size = (7.5, 1.5 + 0.45 * len(rows))
+        drawn = Figure(figsize=size, dpi=100, layout="constrained")
+        axes = drawn.subplots()
+        for shift, key, words in (
+            (-0.2, "predicted", "predicted · 預測"),
+            (0.2, "measured", "measured · 實測"),
+        ):
+            y = [i + shift for i in range(len(rows))]
+            ratios = [row[key] for row in rows]
+            axes.barh(y, ratios, 0.4, label=notebook.label(words))
+        axes.axvline(1, color="0.5", linewidth=1)
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("times the speed of the separate operators")
+        axes.spines[["top", "right"]].set_visible(False)
+        # above: bars may be anywhere below
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+        axes.legend(frameon=False, ncols=2, **place)
+        title = "Fused against separate · 融合與分開的運算元之比"
+        drawn.suptitle(notebook.label(title), fontsize=12)
+    return drawn
 
 
 TOLERANCE = (1e-4, 1e-4)  # gradients are sums over all rows

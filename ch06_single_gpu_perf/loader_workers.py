@@ -24,13 +24,16 @@ from common.judging import judge
 
 CLASSES = 4
 WAITING = 0.05  # of the step; below it, more workers have nothing to hide
-REASONS = {
-    "loading": "the workers cannot keep up: more cores for more of them, or "
-    "a sample that is cheaper to load",
-    "cores": "all cores are at work: only a sample that is cheaper to load "
-    "helps here",
-    "the step": "loading should be hidden: other programs take the cores, or "
-    "handing batches over is dear",
+REASONS = {  # by the prediction: what is measured is that it waits
+    "loading": "predicted: the workers cannot keep up; try more cores for "
+    "more of them, or cheaper samples",
+    "cores": "predicted: all cores are at work; try samples that are cheaper "
+    "to load",
+    "the step": "predicted: loading is hidden. What the prediction leaves "
+    "out, and how to look:\n"
+    "- other programs on the cores: python -m ch04_profiling.quiet_machine\n"
+    "- handing batches over: let the dataset return tensors made before; "
+    "what still waits is that",
 }
 ROUNDS, FEWEST_ROUNDS, BUDGET_S = 10, 3, 30.0
 
@@ -96,30 +99,31 @@ def stopwatch(device):
     return mark, seconds
 
 
-def waiting_share(batches, step, mark, seconds, settle=1):
+def waiting_share(batches, step, mark, seconds, settle=1, most=1000):
     """A loop waits in ``next``: stamp the time around it and the step.
 
     ``mark`` and ``seconds`` are a ``stopwatch``.  The first ``settle``
-    batches belong to the start, for the workers all began at once.
+    batches are the start, for the workers all began at once; after ``most``
+    it stops, so that a loader without an end will do.
 
-    Returns:
-        Seconds start_up_s (making workers) and first_batch_s; of the later
-        batches wait_s, compute_s, the share waited, and their number.
+    Returns start_up_s (making workers) and first_batch_s; of the later
+    batches wait_s, compute_s, the share waited, and their number.
     """
     stamps = [mark()]
     iterator = iter(batches)  # makes the workers
     stamps.append(mark())
-    for batch in iterator:
+    for _, batch in zip(range(most), iterator, strict=False):
         stamps.append(mark())  # it has come
         step(batch)
         stamps.append(mark())
-    took = list(map(seconds, stamps, stamps[1:]))
-    waits, steps = took[1::2], took[2::2]
+    start_up, *took = map(seconds, stamps, stamps[1:])
+    waits, steps = took[::2], took[1::2]
+    if (count := len(steps) - settle) < 1:
+        raise ValueError(f"{len(steps)} batches, {settle} to start: too few")
     wait, compute = sum(waits[settle:]), sum(steps[settle:])
-    found = {"start_up_s": took[0], "first_batch_s": waits[0]}
-    found |= {"wait_s": wait, "compute_s": compute}
-    share = wait / (wait + compute)
-    return found | {"share": share, "batches": len(steps) - settle}
+    found = {"start_up_s": start_up, "first_batch_s": waits[0]}
+    found |= {"wait_s": wait, "compute_s": compute, "batches": count}
+    return found | {"share": wait / (wait + compute)}
 
 
 def step_bound(load, compute, own, workers, cores, threads=1):
@@ -179,7 +183,7 @@ def photographs(count, width=500, height=375):
 
 
 def decoded(file, draw, size):
-    """Decode a JPEG, cut a random part, mirror it or not, scale to ±1.
+    """Decode a JPEG, resize a random part of it, scale to ±1.
 
     Args:
         file: bytes.
@@ -200,8 +204,6 @@ def decoded(file, draw, size):
         Image.Resampling.BILINEAR,
         box=(x, y, x + side, y + side),
     )
-    if draw.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     pixels = torch.from_numpy(np.array(image))
     return pixels.permute(2, 0, 1).float().div_(127.5).sub_(1.0)
 
@@ -417,23 +419,19 @@ def rows_of(rounds, batch, predicted):
     rows = judge(names, samples, smoke=few)
     for row in rows:
         name = row["name"]
-        middle = {
-            key: float(np.median([r[name][key] for r in rounds]))
-            for key in ("start_up_s", "first_batch_s", "share")
-        }
-        split = {
-            key: float(np.median([found[name][key] for found in each]))
-            for key in ("wait_s", "compute_s")
-        }
-        waits = middle["share"] >= WAITING
-        share = f"{middle['share']:.0%}"
-        row |= middle | split
+        for source, keys in (
+            (rounds, ("start_up_s", "first_batch_s", "share")),
+            (each, ("wait_s", "compute_s")),
+        ):
+            for key in keys:
+                row[key] = float(np.median([r[name][key] for r in source]))
+        waits = row["share"] >= WAITING
         row |= {
             "unit": "sample",
             "predicted_s": predicted[name][0],
             "set_by": predicted[name][1],
             "loader_bound": waits,
-            "waiting": share if waits else "not loader-bound",
+            "waiting": f"{row['share']:.0%}" if waits else "not loader-bound",
         }
         if few and row["verdict"] != "baseline":
             row["verdict"] = f"{row['ratio']:.2f}×, not judged"
@@ -524,45 +522,34 @@ def show(args, rows, checked):
 
 
 def figure(rows):
-    """Draw compute and waiting per sample, and the predictions, as bars.
-
-    Args:
-        rows: what ``main`` returned.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Draw compute and waiting per sample, and the predictions, as bars."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    y, left = range(len(rows)), 0
     with matplotlib.rc_context(notebook.fonts()):
-        drawn = Figure(figsize=(7, 1.2 + 0.5 * len(rows)), dpi=100)
-        axes = drawn.add_subplot()
-        y = range(len(rows))
-        compute = [1e3 * row["compute_s"] for row in rows]
-        wait = [1e3 * row["wait_s"] for row in rows]
-        axes.barh(y, compute, label=notebook.label("compute · 計算"))
-        axes.barh(
-            y, wait, left=compute, label=notebook.label("waiting · 等待")
-        )
-        axes.plot(
-            [1e3 * row["predicted_s"] for row in rows],
-            y,
-            "k|",
-            markersize=18,
-            label=notebook.label("predicted · 預測"),
-        )
+        size = (7.5, 1.5 + 0.36 * len(rows))
+        drawn = Figure(figsize=size, dpi=100, layout="constrained")
+        axes = drawn.subplots()
+        for key, words in (
+            ("compute_s", "compute · 計算"),
+            ("wait_s", "waiting · 等待"),
+        ):
+            ms = [1e3 * row[key] for row in rows]
+            axes.barh(y, ms, 0.7, left, label=notebook.label(words))
+            left = ms
+        ms = [1e3 * row["predicted_s"] for row in rows]
+        words = notebook.label("predicted · 預測")
+        axes.plot(ms, y, "k|", markersize=18, label=words)
         axes.set_yticks(y, [row["name"] for row in rows])
         axes.invert_yaxis()
-        axes.set_xlabel(notebook.label("ms per sample · 每個樣本的毫秒數"))
+        axes.set_xlabel("ms per sample")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(
-            frameon=False,
-            ncols=3,
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1.0),  # above: bars may be anywhere below
-        )
-        drawn.tight_layout()
+        # above: bars may be anywhere below
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+        axes.legend(frameon=False, ncols=3, **place)
+        title = "Where a sample's time goes · 每個樣本的時間花在哪裡"
+        drawn.suptitle(notebook.label(title), fontsize=12)
     return drawn
 
 

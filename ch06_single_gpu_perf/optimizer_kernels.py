@@ -395,25 +395,6 @@ def compare_forms(args, title, shapes, kinds):
     return summary
 
 
-def figure(rows):
-    """Draw the bytes held at the peak of a step, by form of AdamW."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if "peak_bytes" in row]
-    last = rows[-1]["title"]
-    rows = [row for row in rows if row["title"] == last]
-    drawing = Figure(figsize=(7, 2.4), layout="constrained")
-    axes = drawing.subplots()
-    names = [row["name"] for row in rows]
-    bars = axes.barh(names, [row["peak_bytes"] / 2**20 for row in rows])
-    axes.bar_label(bars, fmt="%.3g", padding=3)
-    axes.margins(x=0.1)
-    axes.invert_yaxis()
-    axes.set_xlabel("MiB at the peak of a step")
-    axes.set_title(last)
-    return drawing
-
-
 TOLERANCE = (1e-5, 1e-6)
 COLUMNS = {
     "name": "row",

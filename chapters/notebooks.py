@@ -34,6 +34,7 @@ CELL_S = 900  # the longest that one cell may take
 HASH = "executed_sha256"
 STAMP = "executed_on"
 TITLE = re.compile(r"^(#+) +(\d+(?:\.\d+)*) +(.+?) *$", re.MULTILINE)
+FILE = re.compile(r"^# (\S+\.py)$", re.MULTILINE)  # above a shown source
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 SAID = ("Predict · 預測", "Exercise · 練習")  # in every section
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -82,6 +83,11 @@ def source_hash(source: str) -> str:
 def code_cells(book) -> list:
     """Return the cells that a kernel executes."""
     return [c for c in book.cells if c.cell_type == "code" and c.source]
+
+
+def begins(cell) -> str:
+    """Return how a cell begins, as its name in a message."""
+    return textwrap.shorten(cell.source, 60, placeholder=" …")
 
 
 # ---- executing -------------------------------------------------------------
@@ -226,11 +232,7 @@ def tidy(book):
                 if kind.startswith("text/") and isinstance(value, str):
                     output.data[kind] = plain(value)
             if "metadata" in output:
-                output.metadata = {  # a picture's words, for who cannot see it
-                    kind: {"alt": about["alt"]}
-                    for kind, about in output.metadata.items()
-                    if isinstance(about, dict) and "alt" in about
-                }
+                output.metadata.clear()
     book.nbformat, book.nbformat_minor = 4, 5
     return book
 
@@ -364,7 +366,7 @@ def unexecuted(book) -> list[str]:
     if cells and not any(cell.outputs for cell in cells):
         said.append("no outputs")
     for cell in cells:
-        first = cell.source.splitlines()[0]
+        first = begins(cell)
         if cell.metadata.get(HASH) != source_hash(cell.source):
             said.append(f"{first!r} is not the cell that was executed")
         if any(o.output_type == "error" for o in cell.outputs):
@@ -372,13 +374,27 @@ def unexecuted(book) -> list[str]:
     return said
 
 
+def foreign(book) -> list[str]:
+    """Name the sources shown that are not this repository's.
+
+    A decorator's file lies elsewhere on every machine.
+    """
+    said = []
+    for cell in filter(shows, book.cells):
+        for file in FILE.findall("\n".join(texts(cell))):
+            if "site-packages" in file or not (toc.ROOT / file).is_file():
+                said.append(f"{begins(cell)!r} shows {file}, not ours")
+    return said
+
+
 def problems(path: Path) -> list[str]:
     """Return what is wrong with a notebook as it lies there."""
     book = read(path)
-    said = misnamed(path, book) + unexplained(book) + unexecuted(book)
+    said = misnamed(path, book) + unexplained(book)
+    said += unexecuted(book) + foreign(book)
     for cell in code_cells(book):
         if defined(cell):
-            first = cell.source.splitlines()[0]
+            first = begins(cell)
             said.append(f"{first!r} defines something: that is for scripts")
     raw = json.loads(path.read_text(encoding="utf-8"))  # read() mends ids
     ids = [cell.get("id") for cell in raw["cells"]]
@@ -425,14 +441,14 @@ def outdated(path: Path, now) -> list[str]:
             continue
         lines = ["\n".join(texts(c)).splitlines() for c in (old, new)]
         if lines[0] != lines[1]:
-            name = textwrap.shorten(old.source, 60, placeholder=" …")
             was, now_ = next(
                 pair
                 for pair in itertools.zip_longest(*lines)
                 if pair[0] != pair[1]
             )
             said.append(
-                f"{name!r} shows something else today: {now_!r}, not {was!r}"
+                f"{begins(old)!r} shows something else today: "
+                f"{now_!r}, not {was!r}"
             )
     return said
 

@@ -43,7 +43,8 @@ def show(*objects: object) -> None:
     """
     groups: dict[str, list[str]] = {}
     for found in objects:
-        file = Path(inspect.getsourcefile(found)).resolve()
+        # a decorator's wrapper lies in the file of the decorator
+        file = Path(inspect.getsourcefile(inspect.unwrap(found))).resolve()
         if file.is_relative_to(bench.ROOT):
             file = file.relative_to(bench.ROOT)
         source = inspect.getsource(found).rstrip()

@@ -1,5 +1,6 @@
 """6.1.1: the same training for any number of workers; waiting told apart."""
 
+import itertools
 import math
 import multiprocessing
 import warnings
@@ -277,6 +278,26 @@ def test_a_start_that_counts_as_steady_would_be_seen():
     assert right["share"] == 0 and wrong["share"] > 0.6
 
 
+@pytest.mark.parametrize("loads", [[], [1.0]])
+def test_too_few_batches_are_one_sentence(loads):
+    scene = Scene(loads, 1.0)
+    said = f"{len(loads)} batches, 1 to start: too few"
+    with pytest.raises(ValueError, match=said):
+        lesson.waiting_share(scene, scene.step, scene.mark, scene.seconds)
+
+
+def test_a_loader_without_an_end_will_do():
+    scene = Scene(itertools.repeat(1.0), 3.0)
+    found = lesson.waiting_share(
+        scene, scene.step, scene.mark, scene.seconds, most=9
+    )
+    assert found["batches"] == 8 and found["share"] == 0.25
+    assert scene.diary.count("next") == 9  # none is loaded for nobody
+    scene.diary.clear()
+    lesson.waiting_share(scene, scene.step, scene.mark, scene.seconds)
+    assert scene.diary.count("step") == 1000
+
+
 def test_a_gpus_stopwatch_never_waits_before_it_is_read(monkeypatch):
     calls = []
 
@@ -366,6 +387,13 @@ def test_conclusions_follow_the_rows():
     assert "loader-bound in every row, 33% waiting" in text
     assert "no gain per sample" in text and "by 25%" in text
     assert lesson.REASONS["cores"] in text
+    # that what should be hidden is not has causes that nobody measured here
+    hidden = [row("no workers", 1.0, 1.0), row("1 worker", 0.2, 1.0)]
+    text = said(*(found | {"set_by": "the step"} for found in hidden))
+    assert "What the prediction leaves out, and how to look:" in text
+    assert "quiet_machine" in text and "made before" in text
+    for reason in lesson.REASONS.values():
+        assert reason.startswith("predicted: ")
     assert max(map(len, text.splitlines())) <= 100
 
 

@@ -5,6 +5,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 from common import bench, notebook, timers
 
@@ -33,6 +34,18 @@ def test_show_prints_the_source(capsys):
     text = capsys.readouterr().out
     assert text.startswith("# common/timers.py\ndef synchronize(")
     assert "\n\n\ndef wall(" in text
+
+
+def test_show_names_the_file_of_what_a_decorator_wraps(capsys):
+    """Not the decorator's, which lies elsewhere on every machine."""
+    notebook.show(decorated)
+    text = capsys.readouterr().out
+    assert "# tests/common/test_notebook.py\n@torch.no_grad()" in text
+
+
+@torch.no_grad()
+def decorated():
+    pass
 
 
 def test_show_and_plot_display_in_ipython(monkeypatch, capsys):
