@@ -6,6 +6,8 @@ Expect    n waits per step, fewer in every row, 0 in the last. On a GPU each
           has ended before Python goes on, the count falls and little else
 Run       python -m ch06_single_gpu_perf.hidden_syncs [--smoke] [--save]
           python -m ch06_single_gpu_perf.hidden_syncs --step module:function
+Limits    tensors from outside the step stand for the GPU's also where they
+          would lie on the host; a storage's own methods are not seen
 """
 
 import importlib
@@ -16,87 +18,164 @@ import torch
 
 from common import bench, seeding
 
+# Which operators and calls wait, and when: at(x) says where the tensors in x
+# lie, {"gpu"}, {"host"} or both; given: the arguments, out: what is returned.
+WAITS = {
+    # they read a value, an error code, the number of results
+    "_local_scalar_dense equal allclose cpu tolist numpy __array__ __dlpack__ "
+    "__repr__ __format__ untyped_storage new_tensor nonzero argwhere bincount "
+    "masked_select _unique _unique2 unique_dim unique_consecutive _ctc_loss "
+    "_linalg_check_errors _linalg_eigh _linalg_svd _linalg_eigvals linalg_eig "
+    "linalg_pinv linalg_lstsq cholesky embedding_renorm_ _coalesce "
+    "_to_sparse": lambda at, given, out: "gpu" in at(given),
+    "repeat_interleave": lambda at, given, out: (
+        "gpu" in at(given) and len(given) == 1  # unless told the size
+    ),
+    "one_hot": lambda at, given, out: (
+        "gpu" in at(given) and given[1:] in ([], [-1])
+    ),
+    "masked_fill masked_fill_ index_fill index_fill_ normal": (
+        lambda at, given, out: "gpu" in at(given[1:][-1:])
+    ),
+    # they count the ones of a mask, they copy a list of indices
+    "index _unsafe_index index_put index_put_ _index_put_impl_ "
+    "_unsafe_index_put": lambda at, given, out: (
+        "gpu" in at(given)
+        and any(
+            index.itemsize == 1 or at(index) == {"host"}
+            for index in filter(torch.is_tensor, given[1])
+        )
+        and not (  # a mask that a number of the host's fills
+            sum(map(torch.is_tensor, given[1])) == 1
+            and at(given[1]) == {"gpu"}
+            and at(given[2:3]) == {"host"}
+            and given[2].numel() == 1
+        )
+    ),
+    # they copy between pageable memory and the GPU
+    "_to_copy to type_as": lambda at, given, out: (
+        len(at(given[0], out)) == 2 and not any(a is True for a in given)
+    ),
+    "copy_": lambda at, given, out: (
+        len(at(given[:2])) == 2 and given[1].dim() and True not in given[2:]
+    ),
+    "tensor as_tensor asarray": lambda at, given, out: (
+        "gpu" in at(given, out) and not torch.is_tensor(given[0])
+    ),
+}
+# Functions of torch that read what lies on the host on any machine: batches,
+# an optimizer's count of its steps, lengths of sequences.
+HOST_WORK = {"DataLoader.__iter__", "_BaseDataLoaderIter.__next__"}
+HOST_WORK |= {"_get_value", "RNN.forward", "LSTM.forward", "GRU.forward"}
+
+
+def running_line():
+    """Return the line that runs: (place, code, torch's functions inside it).
+
+    The reader's nearest; else an installed package's, else the caller's.
+    """
+    import linecache
+    import os
+    import sys
+    import traceback
+
+    owners = {torch.__file__.removesuffix("__init__.py"): "torch"}
+    owners |= {"site-packages": "package", "dist-packages": "package"}
+    owners |= {linecache.__file__.removesuffix("linecache.py"): "python"}
+    lines, left = [], False
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        file, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        whose = next((owners[at] for at in owners if at in file), "reader")
+        if name.split(".")[0] != "hidden_syncs":
+            lines.append(("caller" if left else whose, file, line, name))
+        left = left or name == "hidden_syncs"
+    order = ["reader", "package", "caller", "torch", "python"]
+    _, file, line, _ = min(lines, key=lambda at: order.index(at[0]))
+    place, code = os.path.basename(file), linecache.getline(file, line)
+    torchs = [name if whose == "torch" else "" for whose, *_, name in lines]
+    return f"{place}:{line}", code.strip(), torchs
+
 
 def hidden_syncs(step):
     """List the calls in ``step()`` that wait for the GPU, with their lines.
 
-    They want a value, a size that data decide, or a copy of pageable memory.
-    Without tensors on a GPU the CPU's stand for them, as does a named device.
+    Without a GPU the CPU's tensors stand for its tensors; not so what the step
+    makes without a device, computes from that alone, or does in a DataLoader.
     """
-    import linecache
-    import sys
-    from threading import get_ident
+    from unittest.mock import patch
 
-    library, own, me = linecache.__file__[:-12], torch.__path__[0], get_ident()
-    rows, seen, local = [{}, {}], set(), {"cpu", torch.device("cpu")}
-    host = torch.utils.weak.WeakIdKeyDictionary()  # False: a number or a list
-    asks = "cpu tolist numpy __array__ __repr__ __format__ equal allclose"
-    asks += " new_tensor _local_scalar_dense _linalg_check_errors _linalg_eigh"
-    hosts = "_get_value DataLoader _BaseDataLoaderIter RNN LSTM GRU"  # numbers
+    rules = {name: WAITS[names] for names in WAITS for name in names.split()}
+    places = torch.utils.weak.WeakIdKeyDictionary()  # where there is no GPU
+    rows, below, gpus = {}, [], []  # below: has an operator of a call waited
 
-    def flat(*of):
-        return [*filter(torch.is_tensor, torch.utils._pytree.tree_leaves(of))]
+    def at(*tree, put=None):
+        leaves = torch.utils._pytree.tree_leaves(tree)
+        given = [t for t in leaves if torch.is_tensor(t) and not t.is_meta]
+        if not gpus and not all(t.is_cpu for t in given):
+            gpus.append(True)
+            rows.clear()  # nothing stands for a GPU's tensor any more
+        if gpus:
+            return {"host" if t.is_cpu else "gpu" for t in given}
+        places.update((t, put) for t in given if put)
+        return {places.get(t, "gpu") for t in given}
 
-    def wait(call, kinds, named=False):  # once per call, at the caller's line
-        frame, stacks = sys._getframe(1), sys._current_frames()
-        while frame and (code := frame.f_code):
-            if (whose := code.co_qualname.split(".")[0]) == "hidden_syncs":
-                call = frame.f_locals.get("call", call)
-            elif not code.co_filename.startswith((own, library)):
-                break
-            elif kinds <= local and (named or whose in hosts.split()):
-                return  # torch moves to where tensors are
-            frame = frame.f_back or stacks.pop(me, None)  # a GPU's backward
-        at = file, line = code.co_filename, frame.f_lineno if frame else 0
-        row = rows[kinds <= local].setdefault((*at, call[0]), {"count": 0})
-        row |= {"call": f".{call[0]}()", "count": row["count"] + (not call[1])}
-        row["place"] = f"{file.replace(chr(92), '/').split('/')[-1]}:{line}"
-        row["code"], call[1] = linecache.getline(*at).strip(), True
+    def count(call, named=False):
+        place, code, torchs = running_line()
+        own = HOST_WORK & {*torchs} or named and torchs[0]
+        pickled = "Tensor._reduce_ex_internal" in torchs
+        if (gpus or not own) and (pickled or call != "untyped_storage"):
+            row = rows.setdefault((place, call, code), {"count": 0})
+            row |= {"place": place, "call": f".{call}()", "code": code}
+            row["count"] += 1
 
     class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            kwargs, name = kwargs or {}, op.name()[6:].split(".")[0]
-            out = op(*args, **kwargs)
-            seen.update(kinds := {t.device.type for t in flat(args, out)})
-            picks, value = flat(args[1:2]), flat(args[2:3])
-            waits = not kwargs and "dynamic_out" in str(getattr(op, "tags", 0))
-            waits = waits or name in asks.split() or name == "normal" and picks
-            if "index" in name or "fill" in name:  # a number needs no copy
-                masks = [p for p in picks if p.itemsize == 1 or p in host]
-                free = value and value[0] in host and not picks[1:]
-                waits = masks and not free and (value or name[-5:] == "index")
-            elif "copy" in name and len(kinds) > 1:
-                waits = not (kwargs.get("non_blocking") or True in args[2:])
-            if waits:
-                wait(["item" if "scalar" in name else name, False], kinds)
-            host.update((t, False) for t in [out] if name == "lift_fresh")
+            given = [*args, *(kwargs or {}).values()]
+            out, name = op(*args, **(kwargs or {})), op.__name__.split(".")[0]
+            on_gpu = "gpu" in at(given) and name != "lift_fresh"  # of a list
+            if at(given):
+                base = on_gpu and getattr(out, "_base", None)
+                at(out, base, put="gpu" if on_gpu else "host")
+            if name in rules and rules[name](at, given, out):
+                if below:
+                    below[-1] = True
+                else:
+                    count(name)
             return out
 
     class Calls(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            kwargs, name = kwargs or {}, func.__name__
-            obj, *rest = *args, *kwargs.values(), 0
-            given, moves = flat(args), name == "to"
-            moves &= kwargs.get("non_blocking", (*rest, 0, 0)[2]) is not True
-            made = name in ("tensor", "as_tensor") and not torch.is_tensor(obj)
-            named = (made or moves) and local & {*rest}
-            home = bool(given) and all(host.get(t) for t in given)
-            call = [name, home > moves or name == "one_hot" and rest > [0]]
-            out = func(*args, **kwargs)
-            out = torch.ops.aten.alias(out) if name == "cpu" else out
-            kinds = {t.device.type for t in flat(given, out)}
-            reads = name in asks.split() or made and (given or kinds - local)
-            if reads or named:
-                wait(call, kinds, named and not reads)
-            host.update((t, True) for t in flat(out) if home or name == "cpu")
-            if named or (reads and name.endswith("tensor")):
-                host.pop(out, None)
+            name, given = func.__name__, [*args, *(kwargs or {}).values()]
+            words = [a for a in given if isinstance(a, (str, torch.device))]
+            named = not gpus and "cpu" in map(str, words)
+            moves = name in ("cpu", "to", "type_as", "new_tensor")
+            like = at(given[1:]) or at(given[:1])
+            put = "gpu" if named or "gpu" in like and name != "cpu" else "host"
+            below.append(False)
+            out = func(*args, **(kwargs or {}))
+            if moves and at(given[:1]) != {put}:
+                out = out.view_as(out)  # a copy is a tensor of its own
+            if moves or named or not at(given):
+                at(out, put=put)
+            waits = below.pop() and name != "one_hot"  # which a CPU checks
+            lazy = any(a is True for a in given)  # non_blocking
+            waits |= named and name == "to" and not lazy
+            if waits or name in rules and rules[name](at, given, out):
+                count(name, named)
             return out
 
+    seen, engine = Calls(), torch.autograd._engine_run_backward
+
+    def backward(*args, **kwargs):
+        with seen:  # hooks make calls, too
+            return engine(*args, **kwargs)
+
     Operators.supports_higher_order_operators = True
-    with torch.compiler.set_stance("force_eager"), Operators(), Calls():
-        step()
-    return [row for row in rows[seen <= local].values() if row["count"]]
+    with patch.object(torch.autograd, "_engine_run_backward", backward):
+        with patch.object(torch, "from_numpy", torch.as_tensor):  # is a call
+            with torch.compiler.set_stance("force_eager"), Operators(), seen:
+                step()
+    return list(rows.values())
 
 
 def mask_by_index(x, mask, noise):
@@ -308,8 +387,10 @@ def find_in(args):
         print(f"{args.step}: nothing in it waits for the GPU")
     if args.device.type == "cpu":
         print(
-            "tensors of the CPU stood for the GPU's; a copy to a device that "
-            "is there already\nwould not wait on a GPU"
+            "tensors of the CPU stood for the GPU's, except what the step "
+            "made without\na device, computed from that alone, or did in a "
+            "DataLoader; a copy to a\ndevice that is there already would not "
+            "wait on a GPU"
         )
     return rows
 

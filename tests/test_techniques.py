@@ -17,6 +17,8 @@ LIMIT = 25  # lines, docstring included
 # readers of other programs' reports: used as they are, not pasted
 TOOLS = ("find_bottleneck", "nsight_compute", "nsight_systems", "strace")
 LONGER = {"hidden_syncs": 80, "Tape": 99, "double_buffered": 26}
+# what stands right above a tool and is pasted with it
+ABOVE = {"hidden_syncs": {"WAITS", "HOST_WORK", "running_line"}}
 
 
 def scripts():
@@ -49,6 +51,7 @@ def foreign(function, limit=LIMIT):
     if lines > limit:
         return f"{lines} lines"
     known = {"torch", function.__name__, *dir(builtins)}
+    known |= ABOVE.get(function.__name__, set())
     # names of a class body, and of what the function itself defines
     known |= {"__name__", "__module__", "__qualname__"}
     code = compile(source, function.__name__, "exec")

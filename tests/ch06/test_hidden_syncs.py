@@ -1,9 +1,15 @@
 """The finder of waits: what must be found, what must not, and where."""
 
+import copy
 import inspect
+import io
+import linecache
+import pickle
 import pprint
+import re
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -23,6 +29,7 @@ MASK = X > 2
 TWO = torch.tensor(2)
 ZERO = torch.tensor(0.0)
 ONES = torch.ones(6, dtype=torch.long)
+SQUARE = 2 * torch.eye(4)
 PARAMETER = nn.Parameter(torch.ones(3))
 
 
@@ -32,8 +39,13 @@ def assign(index, value):
     return x
 
 
+def sum_of(x):
+    x[2:4] = X[:2]
+    return x.sum()
+
+
 def clip_strictly():
-    PARAMETER.grad = torch.ones(3)
+    PARAMETER.grad = torch.ones_like(PARAMETER)
     nn.utils.clip_grad_norm_([PARAMETER], 1.0, error_if_nonfinite=True)
 
 
@@ -111,10 +123,35 @@ WAITING = {
     "format a number": lambda: f"{X[0]:.3f}",
     "print by the library": lambda: pprint.pformat(X),
     "normal by tensors": lambda: torch.normal(X, X),
-    "inverse": lambda: torch.linalg.inv(torch.eye(2)),
-    "eigenvalues": lambda: torch.linalg.eigh(torch.eye(2)),
+    "inverse": lambda: torch.linalg.inv(SQUARE),
+    "eigenvalues": lambda: torch.linalg.eigh(SQUARE),
     "clip strictly": clip_strictly,
     "grad scaler": scaler_step,
+    "list to another's device": lambda: torch.tensor([1.0, 2.0]).to(X),
+    "list as another": lambda: torch.tensor([1, 2]).type_as(X),
+    "array to another's device": lambda: torch.from_numpy(np.ones(2)).to(X),
+    "random numbers to the device": lambda: torch.rand(2).to(X.device),
+    "copy_ of a list": lambda: torch.empty_like(X[:2]).copy_(
+        torch.tensor([1.0, 2.0])
+    ),
+    "slice = list": lambda: X.clone().__setitem__(
+        slice(0, 2), torch.tensor([1.0, 2.0])
+    ),
+    "host permutation as index": lambda: X[torch.randperm(6)],
+    "mask = host tensor": lambda: assign(MASK, torch.rand(3)),
+    "index_fill by tensor": lambda: X.index_fill(0, ONES, ZERO),
+    "torch.save": lambda: torch.save(X, io.BytesIO()),
+    "pickle": lambda: pickle.dumps(X),
+    "dlpack": lambda: np.from_dlpack(X),
+    "a meta tensor beside it": lambda: (
+        nn.Linear(2, 2, device="meta")(torch.ones(2, device="meta")),
+        X.sum().item(),
+    ),
+    "computed with the host's": lambda: (torch.rand(6) * X).sum().item(),
+    "written to the host's": lambda: sum_of(torch.zeros(6)).item(),
+    "moved, then read": lambda: (
+        torch.rand(3).to(CPU, non_blocking=True).sum().item()
+    ),
     "found through the host": lambda: X.cpu().numpy(),
     "computed on the host": lambda: X.cpu().float().mean().item(),
     "array of the host's": lambda: np.asarray(X.detach().cpu()),
@@ -237,11 +274,172 @@ def test_torchs_own_numbers_of_the_host_are_no_waits():
             return 2
 
         def __getitem__(self, i):
-            return X[i].item()  # the reader's own
+            keep = torch.rand(1) < 0.5 or X[i] > 0
+            return int(ONES[i]), keep
 
-    loader = torch.utils.data.DataLoader(Reading())
-    (row,) = hidden_syncs(lambda: list(loader))
-    assert row["count"] == 2 and "the reader's own" in row["code"]
+    def stack(pairs):
+        return torch.tensor([label for label, _ in pairs])
+
+    for how in ({}, {"collate_fn": stack}):
+        loader = torch.utils.data.DataLoader(Reading(), **how)
+        assert hidden_syncs(lambda loader=loader: list(loader)) == []
+    batches = torch.utils.data.DataLoader(Reading(), collate_fn=stack)
+    (row,) = hidden_syncs(lambda: [b.to(CPU) for b in batches])
+    assert row["call"] == ".to()" and row["count"] == 2
+
+
+def test_a_batch_cut_from_an_array_waits_for_its_copies_only():
+    """As nanoGPT's get_batch: the host draws, slices and stacks."""
+    data = np.arange(100, dtype=np.uint16)
+
+    def step():
+        ix = torch.randint(len(data) - 8, (4,))
+        x, y = (
+            torch.stack(
+                [
+                    torch.from_numpy(data[i + o : i + o + 8].astype(np.int64))
+                    for i in ix
+                ]
+            )
+            for o in (0, 1)
+        )
+        x, y = x.to(X.device), y.to(X.device)
+        return (x * y).sum().item()
+
+    calls = {row["call"]: row["count"] for row in hidden_syncs(step)}
+    assert calls == {".to()": 2, ".item()": 1}
+
+
+READS = {
+    "item": lambda g: g.sum().item(),
+    "tolist": lambda g: g.tolist(),
+    "cpu": lambda g: g.cpu(),
+    "numpy": lambda g: g.detach().numpy(),
+    "print": lambda g: print(g),
+    "format": lambda g: f"{g.norm():.2f}",
+    "to": lambda g: g.to("cpu"),
+    "list": lambda g: torch.tensor([1.0], device=CPU),
+    "new_tensor": lambda g: g.new_tensor([1.0]),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_hooks_call_in_backward_is_found(read, capsys):
+    read = READS[read]
+
+    def hooked():
+        x = PARAMETER * 2
+        x.register_hook(lambda g: [read(g), None][1])
+        return x.sum()
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            read(gradient)
+            return gradient * 2
+
+    layer = nn.Linear(3, 3)
+    layer.register_full_backward_hook(lambda m, i, o: [read(o[0]), None][1])
+    x = torch.ones(3, requires_grad=True)
+    for loss, run in [
+        (hooked, torch.Tensor.backward),
+        (hooked, torch.autograd.backward),
+        (lambda: Twice.apply(x).sum(), torch.Tensor.backward),
+        (lambda: layer(x).sum(), lambda y: torch.autograd.grad(y, [x])),
+    ]:
+        (row,) = hidden_syncs(lambda loss=loss, run=run: run(loss()))
+        assert row["count"] == 1 and "lambda g" in row["code"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_a_recomputed_block_waits_twice(read, reentrant, capsys):
+    def block(x):
+        READS[read](x.detach())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    (row,) = hidden_syncs(
+        lambda: checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    )
+    assert row["count"] == 2
+
+
+def documented():
+    """Yield torch.linalg's functions whose documentation says they wait."""
+    for name in dir(torch.linalg):
+        said = str(getattr(torch.linalg, name).__doc__)
+        if re.search("synchronizes that\\s+device with the CPU", said):
+            if not name.endswith("_ex"):
+                yield name
+
+
+@pytest.mark.parametrize("name", documented())
+def test_what_torch_says_of_linalg_is_found(name):
+    function = getattr(torch.linalg, name)
+    more = [SQUARE] if name == "solve" else []  # the other side
+    rows = hidden_syncs(lambda: function(SQUARE, *more))
+    assert sum(row["count"] for row in rows) == 1
+    x = SQUARE.clone().requires_grad_()
+    assert hidden_syncs(lambda: function(x, *more))
+    assert [] == hidden_syncs(  # the host's
+        lambda: function(2 * torch.eye(4), *[torch.eye(4) for _ in more])
+    )
+
+
+def test_torch_documents_at_least_these():
+    assert {"eig", "eigvals", "svdvals", "inv", "pinv"} <= {*documented()}
+    for norm in ("nuc", 2):
+        assert hidden_syncs(lambda n=norm: torch.linalg.norm(SQUARE, n))
+
+
+def test_every_operator_whose_size_data_decide_is_in_the_table():
+    known = {name for names in script.WAITS for name in names.split()}
+    tagged = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and overload != "out":
+            op = getattr(
+                getattr(torch.ops.aten, packet), overload or "default"
+            )
+            if torch.Tag.dynamic_output_shape in op.tags:
+                tagged.add(packet)
+    assert tagged - known <= {"unique_dim_consecutive"}
+
+
+PACKAGE = """
+    import torch
+    x = torch.ones(3)
+
+    def step():
+        return x.sum().item()
+
+    def show(loss):
+        return str(loss)
+"""
+
+
+def test_a_place_is_the_readers_wherever_packages_lie(tmp_path, monkeypatch):
+    """Below the standard library or not, a package is another's work."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "installed_trainer.py").write_text(textwrap.dedent(PACKAGE))
+    monkeypatch.syspath_prepend(str(site))
+    import installed_trainer
+
+    for library in (linecache.__file__, str(tmp_path / "linecache.py")):
+        monkeypatch.setattr(linecache, "__file__", library)
+        (row,) = hidden_syncs(installed_trainer.step)
+        assert row["place"].startswith("installed_trainer.py:")
+        assert row["code"] == "return x.sum().item()"
+        (row,) = hidden_syncs(lambda: installed_trainer.show(X.sum()))
+        assert row["place"].startswith("test_hidden_syncs.py:")
+    (row,) = hidden_syncs(X.tolist)
+    assert row["code"] == "(row,) = hidden_syncs(X.tolist)"
 
 
 def test_recomputation_waits_again():
@@ -277,6 +475,16 @@ def masked_constants():
 
 QUIET = {
     "masked constants": masked_constants,
+    "random choice": lambda: 1 if torch.rand(1) < 0.5 else 0,
+    "random index": lambda: X[int(torch.randint(6, ()))],
+    "statistics of the host": lambda: torch.rand(9).mean().item(),
+    "host mask": lambda: torch.rand(9)[torch.rand(9) > 0.5].tolist(),
+    "printed by the host": lambda: f"{torch.arange(3)}",
+    "list to the dtype": lambda: torch.tensor([1, 2]).float().tolist(),
+    "host inverse": lambda: torch.linalg.inv(torch.eye(2)),
+    "number in one place": lambda: X.clone().__setitem__(0, 5.0),
+    "deep copy": lambda: copy.deepcopy(nn.Linear(2, 2)),
+    "memory": lambda: X.untyped_storage().nbytes(),
     "tensor of the host": lambda: torch.tensor([1.0, 2.0]),
     "zeros": lambda: torch.zeros(3, device=CPU),
     "full": lambda: torch.full((3,), 2.0, device=CPU),
@@ -332,7 +540,7 @@ QUIET = {
 
 @pytest.mark.parametrize("name", QUIET)
 def test_a_call_that_waits_for_nothing_is_not_named(name):
-    PARAMETER.grad = torch.ones(3)
+    PARAMETER.grad = torch.ones_like(PARAMETER)
     assert hidden_syncs(QUIET[name]) == []
 
 
@@ -434,17 +642,24 @@ def test_the_step_computes_the_same():
     assert torch.equal(kept["host"], x) and kept["loss"].item() == 9
 
 
-def test_pasted_it_is_the_same(pasted):
-    finder = pasted(hidden_syncs)
+def test_pasted_it_is_the_same(tmp_path):
+    """Its tables and what finds the line, which stand above, go with it."""
+    source = inspect.getsource(script)
+    first = re.search("^# .*\n(?:# .*\n)*WAITS = ", source, re.M).start()
+    last = source.index("\n\n\ndef mask_by_index")
+    module = types.ModuleType("pasted")
+    module.torch = torch
+    exec(compile(source[first:last], "pasted", "exec"), module.__dict__)
 
     def step():
         return [X[0].item() for _ in range(2)] and print(X)
 
-    assert [(r["call"], r["count"]) for r in finder(step)] == [
+    assert [(r["call"], r["count"]) for r in module.hidden_syncs(step)] == [
         (".item()", 2),
         (".__repr__()", 1),
     ]
-    assert inspect.getsource(hidden_syncs).rstrip().count("\n") < 80
+    for function, lines in ((hidden_syncs, 80), (script.running_line, 25)):
+        assert inspect.getsource(function).rstrip().count("\n") < lines
 
 
 @pytest.mark.parametrize("part", [cure[1] for cure in script.CURES])
