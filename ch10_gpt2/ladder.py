@@ -29,6 +29,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -51,8 +52,7 @@ from ch10_gpt2.race import (
     start,
 )
 from ch10_gpt2.steps import TOLERANCE, Step
-from common import bench, gpt, machine, ranks, tables, text, timers
-from common.judging import SMALLEST
+from common import bench, gpt, judging, machine, ranks, tables, text, timers
 
 SUMMARY = {
     "memory": ("10.3.6", "Memory: summary", "顯示記憶體最佳化小結"),
@@ -153,10 +153,10 @@ def ceilings(plan: Plan) -> dict:
     }
 
 
-def predict_speed(plan: Plan, step: Step, now, then, before: dict) -> str:
+def predict_speed(plan: Plan, step: Step, now, then, before: dict) -> dict:
     """Predict the step's ratio on this machine, before it is measured."""
     if step.bound is None:
-        return ""
+        return {}
     seconds = before["seconds"]
     at = ceilings(plan) | {
         "operators": operators(now),
@@ -165,9 +165,12 @@ def predict_speed(plan: Plan, step: Step, now, then, before: dict) -> str:
     }
     saved, words = step.bound(now, then, at)
     if saved is None:
-        return words
+        return {"predicted": words}
     ratio = seconds / max(seconds - saved, 0.05 * seconds)
-    return f"about {ratio:.2f}x: {words}"
+    return {
+        "predicted": f"about {ratio:.2f}×: {words}",
+        "predicted_ratio": ratio,
+    }
 
 
 def predict_memory(plan: Plan, config: train.Config) -> dict:
@@ -188,19 +191,26 @@ def predict_memory(plan: Plan, config: train.Config) -> dict:
     )
 
 
+def sums_up(step: Step) -> bool:
+    """Say whether this is a track's last row: not a step of its own."""
+    return step.section in [section for section, _, _ in SUMMARY.values()]
+
+
 def empty_row(step: Step, **values) -> dict:
     """Return a row with every key of the log, nothing measured yet."""
     return {
         "track": step.track,
         "section": step.section,
-        "step": step.name,
+        "step": "summary" if sums_up(step) else step.name,
         "title": step.title,
         "title_zh": step.title_zh,
         "why": step.why,
         "verdict": "not-applicable",
         "reason": "",
         "predicted": "",
+        "predicted_ratio": None,
         "tokens_per_s": None,
+        "previous_tokens_per_s": None,  # in the same turns
         "spread": None,
         "ratio_previous": None,
         "ratio_interval": None,
@@ -221,19 +231,18 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
     if not row["agreement"]["holds"]:
         a = row["agreement"]
         return "failed", (
-            f"the losses differ by {a['worst']:.2g} and the first gradient "
-            f"norm by {a['worst_gradient_norm']:.2g} (declared "
-            f"{a['declared']}: {a['tolerance']:g} and "
-            f"{a['gradient_tolerance']:g}): this step does not compute the "
+            f"the losses differ by {a['worst']:.2g}, the first gradient "
+            f"norm by {a['worst_gradient_norm']:.2g} and that of "
+            f"{a['parameter'] or 'every parameter'} by "
+            f"{a['worst_parameter_norm']:.2g} (declared {a['declared']}: "
+            f"{a['tolerance']:g}, {a['gradient_tolerance']:g} and "
+            f"{a['parameter_tolerance']:g}): this step does not compute the "
             "same thing"
         )
-    ratio = f"{row['ratio_previous']:.2f}x"
-    if row["ratio_interval"]:
-        low, high = row["ratio_interval"]
-        ratio += f" [{low:.2f}, {high:.2f}]"
-    else:  # not in turns: only a large difference says anything
-        low = high = row["ratio_previous"]
-        low, high = low / 1.1, high * 1.1
+    value, interval = row["ratio_previous"], row["ratio_interval"]
+    ratio = f"{value:.2f}× {log.interval(row)}".rstrip()
+    if not interval:  # not in turns: only a large difference says anything
+        interval = value / 1.1, value * 1.1
         ratio += " (one after the other: memory does not hold both)"
     if row["smoke"]:
         if {"compiler", "ranks"} & set(step.needs):
@@ -258,11 +267,12 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
             "that the launch works and computes the same, not what a second "
             "host is worth; for real ones see ch10_gpt2/launch"
         )
-    if low > 1 + SMALLEST:
+    differs, words = judging.verdict(value, interval)
+    if not differs:
+        return "reverted", f"{words}: {ratio}"
+    if value > 1:
         return "kept", f"faster: {ratio}"
-    if high < 1 - SMALLEST:
-        return "reverted", f"slower here: {ratio}"
-    return "reverted", f"no difference measured here: {ratio}"
+    return "reverted", f"slower here: {ratio}"
 
 
 def pilot(plan: Plan, step: Step, track: str, now: list, then: list) -> dict:
@@ -285,12 +295,13 @@ def pilot(plan: Plan, step: Step, track: str, now: list, then: list) -> dict:
     return {
         "verdict": "reverted",
         "reason": (
-            f"a pilot of one sequence ran at {ratio:.2f}x: this CPU has no "
+            f"a pilot of one sequence ran at {ratio:.2f}×: this CPU has no "
             "matrix unit for the format and emulates it"
             if plan.device.type == "cpu"
-            else f"a pilot of one sequence ran at {ratio:.2f}x"
+            else f"a pilot of one sequence ran at {ratio:.2f}×"
         ),
         "tokens_per_s": tokens / new["seconds"],
+        "previous_tokens_per_s": tokens / old["seconds"],
         "ratio_previous": ratio,
         "pilot": True,
         "loss": new["loss"],
@@ -301,6 +312,20 @@ def pilot(plan: Plan, step: Step, track: str, now: list, then: list) -> dict:
             "holds": worst <= TOLERANCE[step.agreement],
         },
     }
+
+
+def remembered(row: dict) -> list[dict]:
+    """Return the reports of a row's updates, as far as they were kept."""
+    columns = row["losses"], row["gradient_norms"], row["parameter_norms"]
+    return [
+        {
+            "loss": loss,
+            "grad_norm": norm,
+            "parameter_norms": norms,
+            "skipped": not math.isfinite(norm),  # or it had not been kept
+        }
+        for loss, norm, norms in itertools.zip_longest(*columns)
+    ]
 
 
 def attempt(
@@ -341,7 +366,7 @@ def attempt(
         row["predicted_bytes"] = peak
     elif before is not None:
         now = plan.configure(track, applied)
-        row["predicted"] = predict_speed(plan, step, now, config, before)
+        row |= predict_speed(plan, step, now, config, before)
     if not alone and (before is not None or len(then) == 1):
         announce(row)
     if step.pilot and before is not None and not alone:
@@ -367,17 +392,11 @@ def attempt(
                 "ratio_first": 1.0,
             }
         else:
-            known = result["old"] or [
-                {"loss": loss, "grad_norm": norm}
-                for loss, norm in zip(
-                    before["losses"], before["gradient_norms"], strict=True
-                )
-            ]
+            known = result["old"] or remembered(before)
             row["agreement"] = agreement(
                 step.agreement,
                 known[: plan.updates],
                 result["new"][: plan.updates],
-                before["config"]["precision"],
             )
             if alone:
                 ratio = row["tokens_per_s"] / before["tokens_per_s"]
@@ -544,8 +563,7 @@ def announce(row: dict) -> None:
 
 def say(row: dict) -> None:
     """Print what came of a step."""
-    rate = row["tokens_per_s"]
-    tokens = f"{rate:,.0f} tok/s, " if rate else ""
+    tokens = f"{log.rates(row)} tok/s, " if row["tokens_per_s"] else ""
     if not row["tokens_per_s"]:
         announce(row)
     print(wrapped(f"{tokens}{row['verdict']}: {row['reason']}"), flush=True)
@@ -668,7 +686,6 @@ def summary(plan, steps, applied, holder, book, seconds: float) -> dict:
         row["reason"] = "first against last: " + row["reason"]
     names = ", ".join(s.name for s in kept)
     return row | {
-        "step": "summary",
         "why": f"The first configuration and the last in turns: {names}.",
     }
 
@@ -788,14 +805,18 @@ def make_plan(args) -> Plan:
         plan.configure(track, [steps[0].name])  # refuses what cannot be
     if args.only:
         plan.out = plan.out / f"only-{args.only}"
+    return plan
+
+
+def make_folder(out: Path) -> None:
+    """Make the log's folder; only what is not refused leaves one behind."""
     try:
-        (plan.out / "traces").mkdir(parents=True, exist_ok=True)
+        (out / "traces").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise bench.Refusal(
-            f"--out {plan.out}: cannot write there ({error.strerror}); "
+            f"--out {out}: cannot write there ({error.strerror}); "
             "name another folder"
         ) from None
-    return plan
 
 
 def tracks_until(plan: Plan, track: str | None, until: str | None) -> list:
@@ -877,14 +898,15 @@ def show_difference(args) -> None:
     """Print a step's source, and the trainer's functions it turns on."""
     module = importlib.import_module(args.steps)
     every = module.MEMORY + module.SPEED
-    for step in every:
-        if step.name == args.diff or step.section == args.diff:
-            print(inspect.getsource(step.change))
-            for name in step.shows:
-                shown = resolve(name)
-                print(f"# {inspect.getmodule(shown).__name__}")
-                print(inspect.getsource(shown))
-            return
+    chosen = [s for s in every if args.diff in (s.name, s.section)]
+    for step in chosen:
+        print(inspect.getsource(step.change))
+        for name in step.shows:
+            shown = resolve(name)
+            print(f"# {inspect.getmodule(shown).__name__}")
+            print(inspect.getsource(shown))
+    if chosen:
+        return
     names = "".join(f"\n  {s.section:8}{s.name}" for s in every)
     if args.diff != "list":
         raise bench.Refusal(f"--diff {args.diff}: no such step; known:{names}")
@@ -971,6 +993,7 @@ def main(argv=None) -> list[dict]:
         "key": key(plan),
         "predictions": recorded_predictions(),
     }
+    make_folder(plan.out)
     with alone_in(plan.out):
         return write_log(args, plan, chosen, header)
 

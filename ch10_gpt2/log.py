@@ -4,9 +4,12 @@ Run       python -m ch10_gpt2.log FOLDER     (a folder with a log.json)
 """
 
 import gzip
+import importlib.util
 import json
 import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 from ch10_gpt2 import predictions
@@ -27,21 +30,22 @@ VERDICT_COLOURS = {
     "reverted": "#c8c8c8",
     "failed": "#c44e52",
 }
-KINDS = {  # of an operator or kernel, by what its name contains
-    "loss": ("nll", "cross_entropy", "crossentropy", "log_softmax")
-    + ("logsoftmax",),
-    "optimizer": ("adam", "foreach", "optimizer", "multi_tensor"),
-    "communication": ("nccl", "gloo", "all_reduce", "allreduce", "allgather")
-    + ("all_gather", "reduce_scatter"),
-    "other": ("triton_poi", "triton_per", "triton_red", "triton_fused"),
-    "attention": ("attention", "flash", "softmax", "fmha"),
-    "matrix product": ("mm", "gemm", "linear", "cublas", "cutlass", "nvjet"),
-    "copy": ("memcpy", "copy_", "to_copy"),
+KINDS = {  # of an operator or kernel: a pattern of its name, in lower case
+    "optimizer": r"adam|foreach|optimizer|multi_tensor",
+    "loss": r"nll|cross_?entropy|log_?softmax|\b_inplace",
+    "communication": r"nccl|gloo|all_?reduce|all_?gather|reduce_scatter",
+    "other": r"triton_(poi|per|red|fused)",
+    "attention": r"attention|flash|softmax|fmha",
+    "matrix product": r"(?<![a-z])(add|b|baddb|scaled_)?mm(?![a-z])|mmbackward"
+    r"|matmul|gemm|linear|cublas|cutlass|nvjet",
+    "embedding": r"embedding",
+    "copy": r"memcpy|copy_|to_?copy|sizes_copy|chunk_cat|aten::to$",
 }
 KIND_COLOURS = {
     "matrix product": "#4c72b0",
     "attention": "#c44e52",
     "loss": "#dd8452",
+    "embedding": "#937860",
     "optimizer": "#55a868",
     "communication": "#8172b3",
     "copy": "#64b5cd",
@@ -64,7 +68,8 @@ def model_facts(config: gpt.GPTConfig, T: int) -> dict:
     }
 
 
-def _model_rows(facts: dict) -> list[dict]:
+def model_rows(facts: dict) -> list[dict]:
+    """Return 10.1's table, every value as it is written."""
     return [
         {
             "component": name,
@@ -93,7 +98,7 @@ def model_card(name: str, T: int) -> str:
             f"formula {facts['parameters']['total']}, counted {counted}"
         )
     return (
-        tables.table(_model_rows(facts), title=f"{name}, T = {T}")
+        tables.table(model_rows(facts), title=f"{name}, T = {T}")
         + f"\n{counted:,} parameters by formula and counted in the model; "
         "kept: float32, plain attention\n"
         "FLOPs per trained token 6 N + 12 L C T; attention counted causal: "
@@ -104,11 +109,12 @@ def model_card(name: str, T: int) -> str:
 def machine_card(device) -> str:
     """Describe the machine and its measured ceilings (10.2)."""
     card = machine.card(device)
-    rows = _machine_rows(card, machine.peaks(device))
+    rows = machine_rows(card, machine.peaks(device))
     return machine.line(card) + "\n" + tables.table(rows, ["what", "value"])
 
 
-def _machine_rows(card: dict, peaks: dict) -> list[dict]:
+def machine_rows(card: dict, peaks: dict) -> list[dict]:
+    """Return 10.2's table, every value as it is written."""
     gpu = card.get("gpu") or {}
     rows = [
         {"what": key, "value": card.get(key)}
@@ -137,6 +143,13 @@ def _machine_rows(card: dict, peaks: dict) -> list[dict]:
 # --- pictures -------------------------------------------------------------
 
 
+def cannot_draw() -> str | None:
+    """Say why there are no pictures; a log is worth having without them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "No pictures: matplotlib is not installed."
+    return None
+
+
 def _figure(width: float, height: float):
     import matplotlib
 
@@ -158,10 +171,15 @@ def _of(rows: list[dict], track: str) -> list[dict]:
     return [r for r in rows if r["track"] == track]
 
 
-def draw_speed(rows: list[dict], path: Path) -> str | None:
+def model_and_machine(data: dict) -> str:
+    """Name what every picture of a log is of."""
+    return f"{data['preset']} · {machine.line(data['machine'])}"
+
+
+def draw_speed(rows: list[dict], about: str, path: Path) -> str | None:
     """Draw each step's speed against the baseline, the reverted ones grey."""
     rows = [r for r in _of(rows, "speed") if r["ratio_first"]]
-    if len(rows) < 2:
+    if len(rows) < 2 or cannot_draw():
         return None
     figure, axes = _figure(9, 0.36 * len(rows) + 1.3)
     for i, row in enumerate(rows):
@@ -169,23 +187,21 @@ def draw_speed(rows: list[dict], path: Path) -> str | None:
         axes.barh(i, row["ratio_first"], color=colour, height=0.7)
         label = f" {row['ratio_first']:.2f}×"
         if row["step"] != "summary" and row["ratio_previous"]:
-            label += f"   (×{row['ratio_previous']:.2f}"
-            if row["ratio_interval"]:
-                low, high = row["ratio_interval"]
-                label += f" [{low:.2f}, {high:.2f}]"
-            label += ")"
+            label += f"   (×{_ratio(row)})"
         axes.text(row["ratio_first"], i, label, va="center", fontsize=8)
     names = [f"{r['section']}  {r['step']}" for r in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlim(0, 1.45 * max(r["ratio_first"] for r in rows))
+    axes.set_xlim(0, 1.5 * max(r["ratio_first"] for r in rows))
     axes.set_xlabel(
         "speed / speed of the baseline (in brackets: against the row kept "
-        "before, with its 99% interval)",
+        "before, with its interval: 99% where no other level is written)",
         fontsize=8,
     )
-    axes.set_title("Speed track: green kept, grey reverted", fontsize=10)
+    axes.set_title(
+        f"Speed track: green kept, grey reverted\n{about}", fontsize=9
+    )
     return _save(figure, path)
 
 
@@ -197,7 +213,7 @@ def draw_memory(bars: list[tuple[str, dict]], title: str, path: Path):
         title: what is shown.
         path: the PNG.
     """
-    if not bars:
+    if not bars or cannot_draw():
         return None
     figure, axes = _figure(9, 0.42 * len(bars) + 1.6)
     most = max(sum(parts.values()) for _, parts in bars)
@@ -228,34 +244,58 @@ def draw_memory(bars: list[tuple[str, dict]], title: str, path: Path):
     return _save(figure, path)
 
 
-def draw_losses(rows: list[dict], path: Path) -> str | None:
-    """Lay the loss curves of all steps on top of each other."""
+BIT = 1e-9  # drawn where the distance is nothing: a logarithm has no zero
+
+
+def draw_losses(rows: list[dict], about: str, path: Path) -> str | None:
+    """Draw how far each step's losses are from its track's baseline."""
     rows = [r for r in rows if len(r["losses"]) > 1]
-    if not rows:
+    if not rows or cannot_draw():
         return None
-    figure, axes = _figure(9, 4.2)
-    for i, row in enumerate(rows):
+    first: dict[str, list] = {}
+    curves: dict[tuple, list[str]] = {}  # those that are equal, once
+    for row in rows:
+        known = first.setdefault(row["track"], row["losses"])
+        pairs = zip(row["losses"], known, strict=False)
+        apart = tuple(max(BIT, abs(a / b - 1)) for a, b in pairs)
+        name = f"{row['section']} {row['step']}"
+        curves.setdefault(apart, []).append(name)
+    figure, axes = _figure(9, 3.6 + 0.25 * len(curves))
+    for i, (apart, names) in enumerate(curves.items()):
         axes.plot(
-            range(1, len(row["losses"]) + 1),
-            row["losses"],
+            range(1, len(apart) + 1),
+            apart,
             marker="o+x^vs*Dd1234"[i % 13],
             markersize=5,
             linewidth=0.8,
-            label=f"{row['section']} {row['step']}",
+            label=textwrap.fill(", ".join(names), 110),
         )
+    declared = [r["agreement"] for r in rows if r["agreement"]]
+    for name, limit in {
+        a["declared"]: a["tolerance"] for a in declared
+    }.items():
+        if limit:
+            axes.axhline(limit, color="black", linewidth=0.8)
+            axes.text(1, limit, f"declared: {name}", va="bottom", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=BIT / 5)
+    axes.text(1, BIT / 3, "equal bit for bit", fontsize=7)
     axes.set_xlabel("optimizer update")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("mean loss per token (nats)")
-    axes.set_title("Losses of all steps: they should lie on one line")
-    axes.legend(fontsize=6, ncols=2)
+    axes.set_ylabel("|loss / the baseline's - 1|")
+    axes.set_title(
+        f"How far the losses are from their track's baseline\n{about}",
+        fontsize=9,
+    )
+    figure.legend(fontsize=7, loc="outside lower left")
     return _save(figure, path)
 
 
 def kind_of(name: str) -> str:
     """Return the kind of work that an operator's or kernel's name tells."""
     name = name.lower()
-    for kind, marks in KINDS.items():
-        if any(mark in name for mark in marks):
+    for kind, pattern in KINDS.items():
+        if re.search(pattern, name):
             return kind
     return "other"
 
@@ -270,18 +310,27 @@ def read_intervals(trace: Path) -> dict[str, list[tuple]]:
     with opener(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     lanes: dict[str, list[tuple]] = {}
+    steps = [
+        (event["tid"], event["ts"], event["ts"] + event.get("dur", 0))
+        for event in events
+        if event.get("name", "").startswith("Optimizer.step")
+        and event.get("cat") == "user_annotation"
+    ]
     for event in events:
         if event.get("ph") != "X":
             continue
-        kind = event.get("cat", "")
+        kind, name = event.get("cat", ""), event["name"]
         if kind == "cpu_op":
             lane = f"thread {event['tid']}"
+            for tid, begin, end in steps:
+                if event["tid"] == tid and begin <= event["ts"] < end:
+                    name = f"optimizer: {name}"  # a root tells nothing itself
         elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
             lane = f"stream {event['tid']}"
         else:
             continue
         lanes.setdefault(lane, []).append(
-            (event["ts"], event.get("dur", 0), event["name"])
+            (event["ts"], event.get("dur", 0), name)
         )
     outermost = {}
     for lane, found in lanes.items():
@@ -297,6 +346,8 @@ def read_intervals(trace: Path) -> dict[str, list[tuple]]:
 
 def draw_timeline(trace: Path, title: str, path: Path) -> str | None:
     """Draw one update: a lane per thread or stream, coloured by kind."""
+    if cannot_draw():
+        return None
     lanes = read_intervals(trace)
     lanes = {k: v for k, v in lanes.items() if sum(e[1] for e in v) > 0}
     if not lanes:
@@ -343,45 +394,125 @@ def main_peak(row: dict) -> tuple[str, int] | None:
     return None
 
 
+def interval(row: dict) -> str:
+    """Write the interval of a ratio, with its level where that is not 99%.
+
+    n rounds that all lean one way do so by luck in 2^(1 - n) of cases.
+    """
+    if not row["ratio_interval"]:
+        return ""
+    low, high = row["ratio_interval"]
+    level = 1 - 2.0 ** (1 - row.get("rounds", 60))
+    few = f"{100 * level:.0f}% " if level < 0.99 else ""
+    return f"{few}[{low:.2f}, {high:.2f}]"
+
+
 def _ratio(row: dict) -> str:
     if row["ratio_previous"] is None:
         return "—"
-    text = f"{row['ratio_previous']:.2f}"
-    if row["ratio_interval"]:
-        low, high = row["ratio_interval"]
-        text += f" [{low:.2f}, {high:.2f}]"
-    elif row.get("pilot"):
-        text += " (pilot)"
+    after = " (pilot)" if row.get("pilot") else f" {interval(row)}"
+    return f"{row['ratio_previous']:.2f}{after}".rstrip()
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e5 else f"{value / 1e3:,.0f}k"
+
+
+def rates(row: dict) -> str:
+    """Write the speed, after the opponent's in the same turns."""
+    if not row["tokens_per_s"]:
+        return "—"
+    before = row.get("previous_tokens_per_s")
+    before = f"{_rate(before)} → " if before else ""
+    return before + _rate(row["tokens_per_s"])
+
+
+def speed(row: dict) -> str:
+    """Write the measured speed with its quartiles."""
+    if not row["tokens_per_s"]:
+        return ""
+    text = f"{rates(row)} tok/s"
+    if row["spread"]:
+        low, high = row["spread"]
+        text += f" (quartiles {low:,.0f} to {high:,.0f}, "
+        text += f"{row.get('rounds', 0)} rounds)"
     return text
 
 
-def _steps_table(rows: list[dict], memory: bool) -> str:
+HELD = (
+    "A prediction is met where it lies within the measured interval widened "
+    "by 10%, or within 10% of what was measured without one."
+)
+
+
+def expected_ratio(row: dict) -> float | None:
+    """Return the predicted ratio; older records have it in words only."""
+    if row.get("predicted_ratio"):
+        return row["predicted_ratio"]
+    found = re.match(r"about ([\d.]+)[x×]:", row["predicted"])
+    return float(found[1]) if found else None
+
+
+def outcome(row: dict) -> str:
+    """Hold a row's prediction against what was measured: met or missed."""
+    if row["track"] == "memory":
+        peak, expected = main_peak(row), row.get("predicted_bytes")
+        if not peak or not expected:
+            return ""
+        if abs(expected / peak[1] - 1) <= 0.1:
+            return "met"
+        return f"missed: {peak[1] / MIB:,.1f} MiB for {expected / MIB:,.1f}"
+    expected, ratio = expected_ratio(row), row["ratio_previous"]
+    if not expected or not ratio:
+        return ""
+    low, high = row["ratio_interval"] or (ratio, ratio)
+    if low / 1.1 <= expected <= high * 1.1:
+        return "met"
+    return f"missed: {ratio:.2f}× for {expected:.2f}×"
+
+
+def tally(rows: list[dict]) -> str:
+    """Count how many predictions were met."""
+    held = [outcome(row) == "met" for row in rows if outcome(row)]
+    return f"{sum(held)} of {len(held)} predictions met."
+
+
+def steps_rows(rows: list[dict], memory: bool) -> list[dict]:
+    """Return a track's table, every value as it is written.
+
+    Args:
+        rows: of one track.
+        memory: whether the prediction is one of bytes.
+    """
     lines = []
     for row in rows:
-        peak = main_peak(row)
-        first = row["ratio_first"]
+        peak, first = main_peak(row), row["ratio_first"]
+        if memory:
+            expected = (row.get("predicted_bytes") or 0) / MIB
+            expected = f"{expected:,.1f}" if expected else ""
+        else:
+            expected = expected_ratio(row)
+            expected = f"{expected:.2f}" if expected else ""
+        held = outcome(row).partition(":")[0]
         lines.append(
-            [
-                row["section"],
-                row["step"],
-                *(
-                    [f"{row['predicted_bytes'] / MIB:,.1f}"]
-                    if memory and row.get("predicted_bytes")
-                    else ["—"] * memory
-                ),
-                f"{peak[1] / MIB:,.1f}" if peak else "—",
-                f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "—",
-                _ratio(row),
-                f"{first:.2f}" if first else "—",
-                row["verdict"],
-            ]
+            {
+                "§": row["section"],
+                "step": row["step"],
+                "predicted": f"{expected} {held}".strip() or "—",
+                "peak MiB": f"{peak[1] / MIB:,.1f}" if peak else "—",
+                "tok/s": rates(row),
+                "× previous": _ratio(row),
+                "× first": f"{first:.{2 * (first < 100)}f}" if first else "—",
+                "verdict": row["verdict"],
+            }
         )
-    return _markdown(
-        ["§", "step"]
-        + ["predicted MiB"] * memory
-        + ["peak MiB", "tok/s", "× previous", "× first", "verdict"],
-        lines,
-    )
+    return lines
+
+
+def _steps_table(rows: list[dict], memory: bool) -> str:
+    lines = steps_rows(rows, memory)
+    table = _markdown(list(lines[0]), [list(line.values()) for line in lines])
+    return f"{table}\n\n{tally(rows)} {HELD}"
 
 
 def _agreement(row: dict) -> str:
@@ -389,7 +520,11 @@ def _agreement(row: dict) -> str:
     if not a:
         return ""
     worst = "bit for bit" if a["worst"] == 0 else f"{a['worst']:.1e} apart"
-    return f"Losses: declared {a['declared']} (≤ {a['tolerance']:g}), {worst}."
+    said = f"Losses: declared {a['declared']} (≤ {a['tolerance']:g}), {worst}"
+    if a.get("worst_parameter_norm"):
+        norm = a["worst_parameter_norm"]
+        said += f"; first gradients {norm:.1e} (`{a['parameter']}`)"
+    return said + "."
 
 
 def _details(row: dict, picture: str | None) -> str:
@@ -400,16 +535,11 @@ def _details(row: dict, picture: str | None) -> str:
         "",
     ]
     if row["predicted"]:
-        lines.append(f"* predicted: {row['predicted']}")
+        held = outcome(row)
+        held = f" — **{held}**" if held else ""
+        lines.append(f"* predicted: {row['predicted']}{held}")
     if row["tokens_per_s"]:
-        spread = ""
-        if row["spread"]:
-            low, high = row["spread"]
-            spread = (
-                f" (quartiles {low:,.0f} to {high:,.0f}, "
-                f"{row.get('rounds', 0)} rounds)"
-            )
-        lines.append(f"* measured: {row['tokens_per_s']:,.0f} tok/s{spread}")
+        lines.append(f"* measured: {speed(row)}")
     if row["peak_bytes"]:
         peaks = ", ".join(
             f"{kind} {value / MIB:,.1f} MiB"
@@ -445,17 +575,15 @@ def _predictions(found: dict, folder: Path) -> list[str]:
         "",
     ]
     parts = [k for k in CATEGORIES if any(c["bytes"].get(k) for c in cases)]
-    rows = [
-        [
-            c["section"],
-            c["step"] + (f" ×{c['ranks']}" if c["ranks"] > 1 else ""),
-            f"{c['peak_bytes'] / MIB:,.0f}",
-            *(f"{c['bytes'].get(k, 0) / MIB:,.0f}" for k in parts),
-        ]
-        for c in cases
+    rows = predictions.case_rows(found)
+    headings = ["§", "step", "peak", *parts]
+    lines += [
+        _markdown(
+            [SHORT.get(name, name) for name in headings],
+            [[row.get(name, 0) for name in headings] for row in rows],
+        ),
+        "",
     ]
-    headings = ["§", "step", "peak", *(SHORT.get(k, k) for k in parts)]
-    lines += [_markdown(headings, rows), ""]
     if found.get("book"):
         book = found["book"]
         lines += [
@@ -465,7 +593,7 @@ def _predictions(found: dict, folder: Path) -> list[str]:
         ]
     picture = draw_memory(
         [
-            (f"{row[0]} {row[1]}", c["bytes"])
+            (f"{row['§']} {row['step']}", c["bytes"])
             for row, c in zip(rows, cases, strict=True)
         ],
         f"Predicted, not measured: {cases[0]['case']}",
@@ -473,36 +601,24 @@ def _predictions(found: dict, folder: Path) -> list[str]:
     )
     if picture:
         lines += [f"![predicted memory by category]({picture})", ""]
-    lines += _largest(found.get("largest_batch") or [], found.get("margin"))
-    return lines
+    return lines + _largest(found)
 
 
-def _largest(found: list[dict], margin: str | None) -> list[str]:
-    if not found:
+def _largest(found: dict) -> list[str]:
+    if not found.get("largest_batch"):
         return []
-    columns = list(
-        dict.fromkeys((r["attention"], r["capacity_bytes"]) for r in found)
-    )
-    lines: dict[tuple, dict] = {}
-    for r in found:
-        name = f"{r['step']}" + (f" ×{r['ranks']}" if r["ranks"] > 1 else "")
-        line = lines.setdefault((r["section"], name), {})
-        line[r["attention"], r["capacity_bytes"]] = r["batch"]
-    headings = [f"{a}, {c / 1e9:.0f} GB" for a, c in columns]
+    first, rows = found["largest_batch"][0], predictions.batch_rows(found)
+    headings = list(dict.fromkeys(name for row in rows for name in row))
     return [
-        f"The largest micro-batch of `{found[0]['case']}` at T = "
-        f"{found[0]['T']} that a card holds, by attention and card, "
-        "predicted too:",
+        f"The largest micro-batch of `{first['case']}` at T = {first['T']} "
+        "that a card holds, by attention and card, predicted too:",
         "",
         _markdown(
-            ["§", "step", *headings],
-            [
-                [*name, *(line.get(column, "—") for column in columns)]
-                for name, line in lines.items()
-            ],
+            headings,
+            [[row.get(name, "—") for name in headings] for row in rows],
         ),
         "",
-        f"Left free: {margin}.",
+        f"Left free: {found.get('margin')}.",
         "",
     ]
 
@@ -523,19 +639,25 @@ def render(data: dict, folder: Path) -> Path:
         "",
         f"Written by `{' '.join(data['command'])}`; every figure comes from "
         "`log.json`. Each row was measured in turns with the row kept "
-        "before it, in processes of their own; × previous is the ratio of "
-        "speeds with its 99% interval, × first the product of the kept "
-        "ratios (in the summaries: measured directly).",
+        "before it, in processes of their own: tok/s shows the two of the "
+        "same turns, for the machine's speed changes from row to row. "
+        "× previous is the median ratio of the turns with its 99% interval "
+        "(fewer than 8 turns deserve the level that is written before it), "
+        "× first the product of the kept ratios (in the summaries: measured "
+        "directly).",
     ]
     if data.get("smoke"):
         pages += ["", "**A smoke run: the figures mean nothing.**"]
+    if missing := cannot_draw():
+        print(missing)
+        pages += ["", missing]
     pages += ["", "## 10.1  The model · GPT 模型結構簡介", ""]
     pages.append(
         _markdown(
-            list(_model_rows(data["model"])[0]),
+            list(model_rows(data["model"])[0]),
             [
                 [tables.cell(v) for v in r.values()]
-                for r in _model_rows(data["model"])
+                for r in model_rows(data["model"])
             ],
         )
     )
@@ -550,7 +672,7 @@ def render(data: dict, folder: Path) -> Path:
             ["what", "value"],
             [
                 [r["what"], tables.cell(r["value"])]
-                for r in _machine_rows(data["machine"], data["peaks"])
+                for r in machine_rows(data["machine"], data["peaks"])
             ],
         ),
         "",
@@ -580,11 +702,12 @@ def render(data: dict, folder: Path) -> Path:
     pages += ["### The same steps, predicted for the book's own case", ""]
     pages += _predictions(data.get("predictions") or {}, folder)
     pages += ["## 10.4  Speed · 性能最佳化", ""]
+    about = model_and_machine(data)
     if speed:
         pages += [_steps_table(speed, memory=False), ""]
     for picture, alt in (
-        (draw_speed(rows, folder / "speed.png"), "speed of each step"),
-        (draw_losses(rows, folder / "losses.png"), "losses of all steps"),
+        (draw_speed(rows, about, folder / "speed.png"), "speed of each step"),
+        (draw_losses(rows, about, folder / "losses.png"), "their losses"),
     ):
         if picture:
             pages += [f"![{alt}]({picture})", ""]

@@ -218,46 +218,54 @@ def save(record: dict | None = None, path: Path = RECORD) -> Path:
     return bench.write_atomic(path, text(record or compute()))
 
 
-def show(record: dict) -> None:
-    """Print both tables."""
-    columns = [key for key in ("section", "step", "ranks")]
-    rows = [
-        {
-            "micro": f"{row['accumulate']} × {row['micro_batch']}",
-            **{key: row[key] for key in columns},
-            **{
-                name: f"{row['bytes'][key] / 2**20:,.0f}"
-                for name, key in {
-                    "weights": "parameters",
-                    "grads": "gradients",
-                    "state": "optimizer",
-                    "kept": "activations",
-                    "temp": "temporary",
-                    "gathered": "gathered",
-                }.items()
-            },
-            "peak": f"{row['peak_bytes'] / 2**20:,.0f}",
-        }
+def _step(row: dict) -> dict:
+    ranks = f" ×{row['ranks']}" if row["ranks"] > 1 else ""
+    return {"§": row["section"], "step": row["step"] + ranks}
+
+
+def case_rows(record: dict) -> list[dict]:
+    """Return the steps' peaks and their categories, in MiB as written."""
+    return [
+        _step(row)
+        | {"micro": f"{row['accumulate']} × {row['micro_batch']}"}
+        | {"peak": f"{row['peak_bytes'] / 2**20:,.0f}"}
+        | {k: f"{size / 2**20:,.0f}" for k, size in row["bytes"].items()}
         for row in record["cases"]
     ]
-    names = columns + [key for key in rows[0] if key not in columns]
+
+
+def batch_rows(record: dict) -> list[dict]:
+    """Return the largest micro-batches, a column per attention and card."""
+    rows: dict[tuple, dict] = {}
+    for found in record["largest_batch"]:
+        step = _step(found)
+        size = f"{found['capacity_bytes'] / 1e9:.0f} GB"
+        row = rows.setdefault(tuple(step.values()), step)
+        row[f"{found['attention']}, {size}"] = found["batch"]
+    return list(rows.values())
+
+
+def show(record: dict) -> None:
+    """Print both tables."""
+    columns = {k: k for k in ("§", "step", "micro", "peak")} | {
+        "parameters": "weights",
+        "gradients": "grads",
+        "optimizer": "state",
+        "activations": "kept",
+        "temporary": "temp",
+        "gathered": "gathered",
+    }
     title = f"{record['cases'][0]['case']}, predicted, MiB per rank"
-    print(bench.table(rows, names, title=title))
+    print(bench.table(case_rows(record), columns, title=title))
     if record.get("book"):
         book = record["book"]
         print(
             f"at rest {book['rest_mib_predicted']:,} MiB predicted, "
             f"{book['rest_mib_recorded']:,} in the book's record\n"
         )
-    rows = {}
-    for row in record["largest_batch"]:
-        name = row["section"], row["step"], row["ranks"]
-        line = rows.setdefault(name, dict(zip(columns, name, strict=True)))
-        size = row["capacity_bytes"] // 10**9
-        line[f"{row['attention']}, {size} GB"] = row["batch"]
     first = record["largest_batch"][0]
     title = f"{first['case']}, T = {first['T']}: largest micro-batch per rank"
-    print(bench.table(list(rows.values()), title=title))
+    print(bench.table(batch_rows(record), title=title))
     print(f"left free: {record['margin']}")
 
 

@@ -45,31 +45,14 @@ def about(found):
 def model(found):
     """Print 10.1's table: parameters, FLOPs and bytes by component."""
     facts = found["model"]
-    rows = [
-        {
-            "component": name,
-            "parameters": count,
-            "FLOPs per token": facts["flops_per_token"][name],
-            "kept_bytes": facts["activation_bytes"][name],
-        }
-        for name, count in facts["parameters"].items()
-    ]
-    print(tables.table(rows, title=f"{found['preset']}, T = {facts['T']}"))
+    title = f"{found['preset']}, T = {facts['T']}"
+    print(tables.table(log.model_rows(facts), title=title))
 
 
 def ceilings(found):
-    """Print 10.2's table: what the machine can do at best."""
-    peaks = found["peaks"]
-    rows = [
-        {"ceiling": f"GEMM {dtype}", "rate": tables.cell(rate, "_flops")}
-        for dtype, rate in peaks["gemm_flops"].items()
-    ]
-    rows += [
-        {"ceiling": name, "rate": tables.cell(rate, "_bytes_per_s")}
-        for name in ("copy", "triad", "host_to_device")
-        if (rate := peaks.get(f"{name}_bytes_per_s"))
-    ]
-    print(tables.table(rows))
+    """Print 10.2's table: the machine, and what it can do at best."""
+    rows = log.machine_rows(found["machine"], found["peaks"])
+    print(tables.table(rows, ["what", "value"]))
 
 
 def of(found, section):
@@ -95,7 +78,9 @@ def facts(row, before):
     ``before`` is the row kept before it, or None.
     """
     said = {"change": _change(before and before["config"], row["config"])}
-    said |= {"predicted": row["predicted"], "measured": _speed(row)}
+    held = log.outcome(row)
+    said["predicted"] = row["predicted"] + (f"; {held}" if held else "")
+    said["measured"] = log.speed(row)
     kinds = row["peak_bytes"].items()
     said["peak"] = ", ".join(f"{k} {n / MIB:,.1f} MiB" for k, n in kinds)
     if row["ratio_previous"]:
@@ -103,8 +88,7 @@ def facts(row, before):
         said["speed"] = f"{row['ratio_previous']:.2f}× the "
         said["speed"] += "first row" if first else "row kept before"
         if row["ratio_interval"]:
-            low, high = row["ratio_interval"]
-            said["speed"] += f", 99% interval {low:.2f} to {high:.2f}"
+            said["speed"] += f", interval {log.interval(row)}"
     if row["agreement"]:
         a = row["agreement"]
         said["losses"] = (
@@ -135,15 +119,6 @@ def _change(before, after):
     )
 
 
-def _speed(row):
-    if not row["tokens_per_s"]:
-        return ""
-    text = f"{row['tokens_per_s']:,.0f} tokens/s"
-    if row["spread"]:
-        text += " (quartiles {:,.0f} to {:,.0f})".format(*row["spread"])
-    return text
-
-
 def _wrapped(name, fact):
     return textwrap.fill(
         f"  {name:11}{fact}", tables.WIDTH, subsequent_indent=" " * 13
@@ -152,34 +127,16 @@ def _wrapped(name, fact):
 
 def track(found, name):
     """Print the table of a whole track, "memory" or "speed"."""
-    rows = []
-    for row in found["rows"]:
-        if row["track"] != name:
-            continue
-        peak, predicted = log.main_peak(row), row.get("predicted_bytes")
-        line = {
-            "§": row["section"],
-            "step": row["step"],
-            "predicted": predicted and f"{predicted / MIB:,.0f} MiB",
-            "peak": peak and f"{peak[1] / MIB:,.0f} MiB",
-            "tokens/s": row["tokens_per_s"] and round(row["tokens_per_s"]),
-            "× before": _ratio(row["ratio_previous"]),
-            "interval": _interval(row["ratio_interval"]),
-            "× first": _ratio(row["ratio_first"]),
-            "verdict": row["verdict"],
-        }
-        if name == "speed":
-            del line["predicted"]
-        rows.append(line)
-    print(tables.table(rows, title=found["preset"]))
-
-
-def _ratio(value):
-    return f"{value:.2f}" if value else "—"
-
-
-def _interval(ends):
-    return "{:.2f} to {:.2f}".format(*ends) if ends else "—"
+    rows = [row for row in found["rows"] if row["track"] == name]
+    memory = name == "memory"
+    columns = ["§", "step", "predicted", "peak MiB", "tok/s", "× previous"]
+    columns += ["× first", "verdict"]
+    columns.remove("× first" if memory else "peak MiB")  # too wide
+    lines = log.steps_rows(rows, memory)
+    for line in lines:
+        line["verdict"] = line["verdict"].replace("not-applicable", "n/a")
+    print(tables.table(lines, columns, title=found["preset"]))
+    print(textwrap.fill(f"{log.tally(rows)} {log.HELD}", tables.WIDTH))
 
 
 def drawn(draw, *args):
@@ -189,17 +146,18 @@ def drawn(draw, *args):
         if draw(*args, path):
             notebook.picture(path)
         else:
-            print("this log has too few rows for the picture")
+            few = "This log has too few rows for the picture."
+            print(log.cannot_draw() or few)
 
 
 def speed(found):
     """Display every step's speed against the baseline."""
-    drawn(log.draw_speed, found["rows"])
+    drawn(log.draw_speed, found["rows"], log.model_and_machine(found))
 
 
 def losses(found):
-    """Display the loss curves of all steps, one on top of the other."""
-    drawn(log.draw_losses, found["rows"])
+    """Display how far each step's losses are from the baseline's."""
+    drawn(log.draw_losses, found["rows"], log.model_and_machine(found))
 
 
 def memory(found):
@@ -214,14 +172,12 @@ def memory(found):
 
 def book_memory():
     """Display the same steps, predicted for the book's own model."""
-    cases = predictions.load()["cases"]
+    record = predictions.load()
+    cases = record["cases"]
+    names = predictions.case_rows(record)
     bars = [
-        (
-            f"{case['section']} {case['step']}"
-            + (f" ×{case['ranks']}" if case["ranks"] > 1 else ""),
-            case["bytes"],
-        )
-        for case in cases
+        (f"{name['§']} {name['step']}", case["bytes"])
+        for name, case in zip(names, cases, strict=True)
     ]
     drawn(log.draw_memory, bars, f"Predicted: {cases[0]['case']}")
 
@@ -231,6 +187,9 @@ def pictured(found, number):
     row = of(found, number)[-1] if of(found, number) else None
     if row is None or row["verdict"] == "not-applicable":
         print(f"{number}: not tried on this machine, nothing to draw")
+        return
+    if missing := log.cannot_draw():
+        print(missing)
         return
     folder = Path(log.__file__).parent / "results" / found["machine"]["id"]
     name = f"timeline-{row['track']}-{number}-{row['step']}.png"

@@ -3,11 +3,11 @@
 A step takes the configuration of the step before it and changes **one**
 thing. Its docstring says why that should help; ``bound`` estimates by how
 much, from bytes, FLOPs and this machine's measured ceilings, before anything
-is run. ``agreement`` says how far the losses may move:
+is run. ``agreement`` says how far losses and gradients may move (``race``):
 
 * ``exact``: the same numbers in the same order, bit for bit;
-* ``close``: the same mathematics summed in another order;
-* ``precision``: another number format.
+* ``close``: the same mathematics summed in another order, in any format;
+* ``precision``: another number format than the step before.
 
 Tokens per optimizer update, data order and seed never change, so the losses
 of all steps can be laid on top of each other.
@@ -77,6 +77,7 @@ def step(track: list, section: str, title: str, title_zh: str, **facts):
 # configurations before and after, ``at`` the machine: bytes_per_s, flops (by
 # dtype), host_to_device, launch_s of an operator, fault_s of a fresh page;
 # operators of a forward and backward; seconds and data_s of an update before.
+# A pass reads or writes every number of a tensor once.
 
 
 def _shape(config: Config):
@@ -85,19 +86,36 @@ def _shape(config: Config):
     return model, tokens, gpt.parameter_counts(model)["total"]
 
 
+def _gradient_bytes(config: Config):
+    """Return the bytes of gradients that are born in one backward pass."""
+    counts = gpt.parameter_counts(config.model())
+    twice = counts["wte"] if config.model().tied else 0  # embedding and head
+    return 4 * (counts["total"] + twice)
+
+
+def _faults_in(config: Config):
+    """Say whether a large tensor's pages are faulted in at every birth."""
+    return config.device == "cpu" and config.allocator == "default"
+
+
 def fewer_passes_over_weights(now, then, at):
     """Count the bytes and launches that fewer micro-batches do not need."""
     model, _, N = _shape(now)
     fewer = now.sequences // now.micro_batch
     fewer -= now.sequences // then.micro_batch
-    moved = fewer * 5 * 4 * N  # read twice, gradient written, added (3)
+    moved = fewer * 6 * 4 * N  # read twice, gradient written, added (3)
     launches = fewer * at["operators"]
     saved = moved / at["bytes_per_s"] + launches * at["launch_s"]
-    return saved, (
+    words = (
         f"{fewer} passes fewer over {4 * N / 1e6:.0f} MB of weights and "
         f"their gradients, {launches:,} operators fewer of "
         f"{at['launch_s'] * 1e6:.1f} µs each before they do anything"
     )
+    if _faults_in(now):
+        pages = fewer * _gradient_bytes(now) / 4096
+        saved += pages * at["fault_s"]
+        words += f", {pages / 1e3:,.0f} thousand page faults fewer"
+    return saved, words
 
 
 def no_waiting_for_data(now, then, at):
@@ -118,9 +136,11 @@ def no_score_matrix(now, then, at):
     """Count the passes over the (T, T) scores that are never written."""
     model, tokens, _ = _shape(now)
     scores = 4 * model.n_layer * model.n_head * tokens * now.context()
-    moved = 14 * scores  # forward: scores, scale, mask, softmax; back again
-    return moved / at["bytes_per_s"], (
-        f"14 passes over {scores / 1e6:.0f} MB of scores"
+    # forward: product, scale (2), mask (2), softmax (2), product; backward:
+    # product, softmax (3), mask (2), scale (2), three products
+    passes = 8 + 11
+    return passes * scores / at["bytes_per_s"], (
+        f"{passes} passes over {scores / 1e6:.0f} MB of scores"
     )
 
 
@@ -128,7 +148,10 @@ def no_page_faults(now, then, at):
     """Count the pages of the large tensors that are born in an update."""
     model, tokens, N = _shape(now)
     logits = 4 * tokens * model.vocab_size
-    born = 3 * logits + 2 * 4 * N  # log-softmax and gradient too; gradients
+    born = 4 * logits  # with log-softmax and both losses' gradients
+    born += now.sequences // now.micro_batch * _gradient_bytes(now)
+    denominators = {"for-loop": 2, "foreach": 1, "fused": 0}
+    born += denominators[now.optimizer] * 4 * N
     pages = born / 4096
     return pages * at["fault_s"], (
         f"{pages / 1e3:,.0f} thousand page faults of "
@@ -139,6 +162,8 @@ def no_page_faults(now, then, at):
 def one_pass_over_the_state(now, then, at):
     """Count the optimizer's passes over parameters, gradients and state."""
     _, _, N = _shape(now)
+    # decay (2), first moment (3), second (2 + 3), its root (2), corrected
+    # (2), epsilon (2), the step (4); fused: 4 tensors read, 3 written
     moved = (20 - 7) * 4 * N
     return moved / at["bytes_per_s"], (
         f"7 passes instead of 20 over {4 * N / 1e6:.0f} MB"
@@ -146,13 +171,20 @@ def one_pass_over_the_state(now, then, at):
 
 
 def fused_pointwise(now, then, at):
-    """Count the activations' passes between the GEMMs that fusion removes."""
+    """Count the passes between the GEMMs that fusion removes.
+
+    A residual sum and the norm behind it need 5 passes forward and 6
+    backward, fused 4 and 4, twice in a block; the loss needs 6 over the
+    logits, fused one to read them and two to turn them into their gradient.
+    """
     model, tokens, _ = _shape(now)
-    passes = 30  # C-wide: norms, residuals, 4 C-wide GELU, both directions
-    moved = passes * 4 * tokens * model.n_embd * model.n_layer
+    width, logits = (4 * tokens * n for n in (model.n_embd, model.vocab_size))
+    passes = 2 * (5 - 4 + 6 - 4)
+    moved = passes * width * model.n_layer + (6 - 3) * logits
     return moved / at["bytes_per_s"], (
-        f"about {passes} passes over {4 * tokens * model.n_embd / 1e6:.1f} "
-        f"MB of activations in each of {model.n_layer} blocks"
+        f"{passes} passes over {width / 1e6:.1f} MB of activations in each "
+        f"of {model.n_layer} blocks and 3 over {logits / 1e6:.0f} MB of "
+        "logits"
     )
 
 
@@ -172,23 +204,42 @@ def faster_matrix_units(now, then, at):
 
 
 def two_passes_over_logits(now, then, at):
-    """Count the passes over the logits: 2 instead of 7."""
+    """Count the bytes that the loss moves per logit, and two passes of it.
+
+    The composite: log-softmax (2 passes), the loss's gradient (1) and that
+    of the log-softmax (3), in float32; 16-bit logits are converted before
+    (2 + 4 bytes) and their gradient after (4 + 2).
+    """
     model, tokens, _ = _shape(now)
-    logits = 4 * tokens * model.vocab_size
-    return 5 * logits / at["bytes_per_s"], (
-        f"2 passes instead of 7 over {logits / 1e6:.0f} MB of logits"
+    logits = tokens * model.vocab_size
+    size = 4 if now.precision == "float32" else 2
+    before = 6 * 4 if size == 4 else (2 + 4) + 6 * 4 + (4 + 2)
+    after = 2 * size
+    return (before - after) * logits / at["bytes_per_s"], (
+        f"{after} instead of {before} bytes for each of "
+        f"{logits / 1e6:.0f} million logits"
     )
 
 
 def divided_compute(now, then, at):
-    """Divide the compute, add the gradients' all-reduce; cores are fixed."""
+    """Divide the compute, add the gradients' all-reduce; cores are fixed.
+
+    Where the ranks share cores and memory there is nothing to divide, and
+    each walks over all weights and the optimizer's state by itself: W times
+    what one process did. A byte on the loopback is copied into the kernel
+    and out of it.
+    """
     _, _, N = _shape(now)
     world = at["world"]
     wire = 2 * (world - 1) / world * 4 * N
     if at["shared_cores"]:
-        return 0.0, (
+        passes = 6 + {"for-loop": 20, "foreach": 20, "fused": 7}[now.optimizer]
+        again = (world - 1) * passes * 4 * N
+        copied = world * wire * 2 * 2
+        return -(again + copied) / at["bytes_per_s"], (
             f"{world} ranks share the cores that one process used: nothing "
-            f"to gain but {wire / 1e6:.0f} MB to exchange"
+            f"to gain, but {again / 1e6:.0f} MB more of weights and state to "
+            f"pass over, and {wire / 1e6:.0f} MB for each to exchange"
         )
     return at["seconds"] * (1 - 1 / world), (
         f"{world} devices divide the tokens; {wire / 1e6:.0f} MB of "

@@ -41,13 +41,50 @@ def configure(order: dict) -> train.Config:
     return train.fit_to_ranks(config, order["world"], order["threads"])
 
 
-def updates(run, count: int, untimed: int = 0) -> dict:
+def gradient_norms(run, norm: float) -> dict[str, float]:
+    """Return each parameter's gradient norm in the last update.
+
+    One norm of all gradients hides a small parameter that has none. Sharded
+    gradients are added up over the ranks, so every rank has to call this.
+
+    Args:
+        run: from ``train.start``; gradients stay until the next update.
+        norm: of all gradients before clipping, which is undone here.
+    """
+    squares, names = [], []
+    for name, parameter in run.model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "to_local"):  # FSDP: this rank's rows
+            gradient = gradient.to_local()
+        squares.append(torch.linalg.vector_norm(gradient.float()).square())
+        names.append(name.removeprefix("module."))  # as DDP calls it
+    squares = torch.stack(squares)
+    if run.config.parallel == "fsdp":
+        torch.distributed.all_reduce(squares)
+    clip = run.config.clip
+    clipped = max(1.0, (norm + 1e-6) / clip) if clip else 1.0
+    norms = (squares.sqrt() * clipped).tolist()
+    return dict(zip(names, norms, strict=True))
+
+
+def updates(
+    run, count: int, untimed: int = 0, gradients: bool = False
+) -> dict:
     """Run ``untimed + count`` updates and return what each reported.
 
     Loader workers fill their queue while the other configuration has its
     turn; the updates that only empty it again say nothing about the speed.
+    ``gradients`` adds each parameter's gradient norm, after the clock.
     """
-    reports = [train.update(run) for _ in range(untimed + count)]
+    reports = []
+    for _ in range(untimed + count):
+        report = train.update(run)
+        if gradients:
+            norms = gradient_norms(run, report["grad_norm"])
+            report["parameter_norms"] = norms
+        reports.append(report)
     return {"updates": reports, "untimed": untimed}
 
 
@@ -185,7 +222,9 @@ def serve(folder: Path) -> None:
             elif order["do"] == "pilot":
                 answer = pilot(configure(order))
             elif order["do"] == "updates":
-                answer = updates(run, order["count"], order.get("untimed", 0))
+                how = ("count", "untimed", "gradients")
+                given = {name: order[name] for name in how if name in order}
+                answer = updates(run, **given)
             elif order["do"] == "memory":
                 trace = order["trace"] if rank == 0 else None
                 answer = memory(run, trace)

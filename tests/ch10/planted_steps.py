@@ -61,6 +61,26 @@ def crash(config):
     return config
 
 
+@step(MEMORY, "10.3.5", "Format", "格式", agreement="precision")
+def bfloat16(config):
+    """Go on in 16 bits."""
+    return replace(config, precision="bfloat16")
+
+
+@step(MEMORY, "10.3.5", "Embedding", "嵌入", agreement="close")
+def lost_positions(config):
+    """Lose one parameter's gradient where 16 bits could be the excuse."""
+    accumulate = train.accumulate
+
+    def without_positions(run, batches):
+        loss = accumulate(run, batches)
+        run.model.wpe.weight.grad.zero_()
+        return loss
+
+    train.accumulate = without_positions
+    return config
+
+
 @step(SPEED, "10.4.1", "Baseline", "基準模型")
 def speed_baseline(config):
     """One sequence at a time."""

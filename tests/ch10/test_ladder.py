@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,18 @@ def test_a_planted_error_fails_the_ladder(planted):
         100 * agreement["gradient_tolerance"]
     )
     assert "does not compute the same" in wrong["reason"]
+
+
+def test_16_bits_excuse_no_lost_gradient(planted):
+    rows = {r["step"]: r for r in read(planted[0])["rows"]}
+    assert rows["bfloat16"]["verdict"] == "kept"
+    wrong = rows["lost_positions"]
+    assert wrong["config"]["precision"] == "bfloat16"
+    assert wrong["verdict"] == "failed"
+    agreement = wrong["agreement"]
+    assert agreement["declared"] == "close"
+    assert agreement["parameter"] == "wpe.weight" in wrong["reason"]
+    assert agreement["worst_parameter_norm"] == 1.0
 
 
 def test_out_of_memory_is_a_verdict(planted):
@@ -137,6 +150,8 @@ def test_a_killed_ladder_goes_on_where_it_was(tmp_path):
         (["--preset", "gpt5"], "unknown preset"),
         (["--device", "cuda:9"], "--device cuda:9"),
         (["--only", "9.9"], "known: "),
+        (["--only", "10.5"], "known: "),
+        (["--until", "10.5"], "--until 10.5"),
         (["--diff", "magic"], "no such step"),
         (["--data", "/no/such.txt"], "/no/such.txt"),
         (["--steps", "no_such_module"], "--steps no_such_module"),
@@ -149,6 +164,7 @@ def test_bad_words_are_refused_in_one_sentence(words, says, tmp_path):
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 25
+    assert not list(tmp_path.iterdir())  # and leaves nothing behind
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -166,6 +182,18 @@ def test_diff_shows_the_step_and_what_it_turns_on(capsys):
     assert "scaled_dot_product_attention" in shown
 
 
+def test_diff_of_a_section_shows_all_its_steps(capsys):
+    ladder.main(["--diff", "10.4.6"])
+    shown = capsys.readouterr().out
+    assert "float16_autocast" in shown and "bfloat16_autocast" in shown
+
+
+def test_a_summary_is_not_named_after_a_step(capsys):
+    summary = replace(steps.SPEED[5], section="10.4.10", title="Summary")
+    ladder.announce(ladder.empty_row(summary))
+    assert capsys.readouterr().out == "10.4.10 Summary (summary)\n"
+
+
 def row(**values):
     step = steps.SPEED[5]
     config = train.as_dict(train.Config())
@@ -175,12 +203,23 @@ def row(**values):
 
 
 @pytest.mark.parametrize(
-    ("interval", "verdict"),
-    [([1.1, 1.3], "kept"), ([0.9, 1.1], "reverted"), ([0.7, 0.9], "reverted")],
+    ("interval", "rounds", "verdict", "words"),
+    [
+        ([1.1, 1.3], 8, "kept", "faster: 1.20× [1.10, 1.30]"),
+        ([1.1, 1.3], 6, "kept", "faster: 1.20× 97% [1.10, 1.30]"),
+        ([0.9, 1.1], 8, "reverted", "no difference measured here: 1.00×"),
+        # two copies of one function differ by so much
+        ([1.01, 1.03], 8, "reverted", "no difference measured here: 1.02×"),
+        ([0.7, 0.9], 8, "reverted", "slower here: 0.80× [0.70, 0.90]"),
+        (None, 1, "kept", "faster: 1.20× (one after the other"),
+    ],
 )
-def test_speed_needs_an_interval_beyond_one(interval, verdict):
-    measured = row(ratio_previous=sum(interval) / 2, ratio_interval=interval)
-    assert ladder.judge(steps.SPEED[5], measured, row())[0] == verdict
+def test_speed_needs_an_interval_beyond_one(interval, rounds, verdict, words):
+    ratio = sum(interval) / 2 if interval else 1.2
+    measured = row(ratio_previous=ratio, ratio_interval=interval)
+    measured["rounds"] = rounds
+    said = ladder.judge(steps.SPEED[5], measured, row())
+    assert said[0] == verdict and said[1].startswith(words)
 
 
 def test_memory_needs_a_smaller_peak():

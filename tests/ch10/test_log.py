@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 
 import pytest
 
@@ -13,8 +14,11 @@ from common import bench, gpt, machine, tables
 def make_row(step, **values):
     return ladder.empty_row(step, config=train.as_dict(train.Config())) | {
         "verdict": "kept",
-        "reason": "faster: 1.20x [1.10, 1.30]",
+        "reason": "faster: 1.20× [1.10, 1.30]",
+        "predicted": "about 1.15×: fewer bytes",
+        "predicted_ratio": 1.15,
         "tokens_per_s": 12345.6,
+        "previous_tokens_per_s": 10288.0,
         "spread": [12000.0, 12600.0],
         "rounds": 12,
         "ratio_previous": 1.2,
@@ -104,11 +108,101 @@ def test_page_holds_every_row_and_picture(data, tmp_path):
     assert "| plain, 24 GB |" in page
 
 
-def test_tables_are_not_wider_than_100_columns(data, tmp_path):
+def test_tables_are_not_wider_than_a_page(data, tmp_path):
     page = log.render(data, tmp_path).read_text("utf-8")
     for line in page.splitlines():
         if line.startswith("|"):
-            assert tables.width(line) <= 100, line
+            assert tables.width(line) <= 115, line
+
+
+def test_few_rounds_get_the_level_they_deserve():
+    row = {"ratio_interval": [1.3, 1.52], "ratio_previous": 1.44}
+    for rounds, said in ((6, "97% "), (7, "98% "), (8, ""), (60, "")):
+        found = log.interval(row | {"rounds": rounds})
+        assert found == f"{said}[1.30, 1.52]"
+    assert log.interval(row | {"ratio_interval": None}) == ""
+
+
+def test_a_row_shows_both_speeds_of_its_turns(data, tmp_path):
+    """The machine drifts from row to row: only the same turns compare."""
+    row = data["rows"][6]
+    assert log.rates(row) == "10,288 → 12,346"
+    page = log.render(data, tmp_path).read_text("utf-8")
+    assert "| 10,288 → 12,346 | 1.20 [1.10, 1.30] |" in page
+    assert log.rates(row | {"previous_tokens_per_s": None}) == "12,346"
+    assert log.rates(row | {"tokens_per_s": 2.4e6}) == "10,288 → 2,400k"
+
+
+@pytest.mark.parametrize(
+    ("expected", "ratio", "interval", "held"),
+    [
+        (1.15, 1.2, [1.1, 1.3], "met"),
+        (1.42, 1.2, [1.1, 1.3], "met"),  # 1.3 and a tenth
+        (1.44, 1.2, [1.1, 1.3], "missed: 1.20× for 1.44×"),
+        (1.01, 1.2, [1.1, 1.3], "met"),
+        (0.99, 1.2, [1.1, 1.3], "missed: 1.20× for 0.99×"),
+        (0.85, 0.9, None, "met"),  # a pilot
+        (1.05, 0.9, None, "missed: 0.90× for 1.05×"),
+        (None, 0.9, None, ""),
+    ],
+)
+def test_predictions_are_held_against_what_came(
+    expected, ratio, interval, held
+):
+    row = make_row(steps.SPEED[1], predicted="", predicted_ratio=expected)
+    row |= {"ratio_previous": ratio, "ratio_interval": interval}
+    assert log.outcome(row) == held
+    if expected:  # a record of before
+        row |= {"predicted_ratio": None, "predicted": f"about {expected}x: x"}
+        assert log.outcome(row) == held
+
+
+def test_predicted_bytes_are_held_against_the_peak(data, tmp_path):
+    row = data["rows"][0]
+    assert log.outcome(row) == "missed: 3,072.0 MiB for 768.0"
+    row["predicted_bytes"] = 3 << 30
+    assert log.outcome(row) == "met"
+    page = log.render(data, tmp_path).read_text("utf-8")
+    assert "| 3,072.0 met | 3,072.0 |" in page
+    assert "| 1.15 met |" in page and "fewer bytes — **met**" in page
+    assert "1 of 5 predictions met" in page
+
+
+def test_a_log_without_matplotlib_has_no_pictures(
+    data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = log.render(data, tmp_path).read_text("utf-8")
+    missing = "No pictures: matplotlib is not installed."
+    assert missing in page and capsys.readouterr().out == missing + "\n"
+    assert "![" not in page and not list(tmp_path.glob("*.png"))
+    for row in data["rows"]:
+        assert row["reason"] in page
+
+
+def test_pictures_name_model_and_machine(data, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        log, "_save", lambda figure, path: said.append(figure.axes[0])
+    )
+    log.draw_speed(data["rows"], log.model_and_machine(data), tmp_path)
+    log.draw_losses(data["rows"], log.model_and_machine(data), tmp_path)
+    for axes in said:
+        title = axes.get_title()
+        assert "gpt2-tiny" in title and data["machine"]["cpu"][:10] in title
+
+
+def test_losses_are_drawn_as_distances(data, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(log, "_save", lambda figure, _: drawn.append(figure))
+    data["rows"][7]["losses"] = [10.8, 10.1, 9.1234 * (1 + 1e-5)]
+    log.draw_losses(data["rows"], "", tmp_path)
+    (axes,) = drawn[0].axes
+    assert axes.get_yscale() == "log"
+    curves = [line.get_ydata() for line in axes.lines]
+    same, other, tolerance = curves  # all that are equal are one
+    assert list(same) == [log.BIT] * 3
+    assert other[-1] == pytest.approx(1e-5) and list(tolerance) == [2e-4] * 2
 
 
 def test_rendering_again_gives_the_same_page(data, tmp_path):
@@ -123,6 +217,25 @@ def test_timeline_draws_the_outermost_operators(tmp_path, data):
     }
 
 
+def test_a_root_of_the_optimizer_is_the_optimizer_s(tmp_path):
+    path = tmp_path / "trace.json"
+    events = [
+        ("user_annotation", "Optimizer.step#AdamW.step", 100, 50),
+        ("cpu_op", "aten::sqrt", 10, 5),
+        ("cpu_op", "aten::sqrt", 110, 5),
+    ]
+    events = [
+        {"ph": "X", "cat": c, "name": n, "ts": t, "dur": d, "tid": 1}
+        for c, n, t, d in events
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    (lane,) = log.read_intervals(path).values()
+    assert [log.kind_of(name) for *_, name in lane] == ["other", "optimizer"]
+
+
+ENGINE = "autograd::engine::evaluate_function: "
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -131,6 +244,17 @@ def test_timeline_draws_the_outermost_operators(tmp_path, data):
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("Optimizer.step#AdamW.step", "optimizer"),
         ("nccl:all_reduce", "communication"),
+        ("gloo:comm", "communication"),
+        ("c10d::comm_hook", "other"),
+        ("aten::mm", "matrix product"),
+        ("aten::_scaled_mm", "matrix product"),
+        ("aten::baddbmm", "matrix product"),
+        (f"{ENGINE}AddmmBackward0", "matrix product"),
+        ("_InPlace", "loss"),
+        (f"{ENGINE}_InPlaceBackward", "loss"),
+        (f"{ENGINE}ToCopyBackward0", "copy"),
+        ("aten::to", "copy"),
+        (f"{ENGINE}EmbeddingBackward0", "embedding"),
         ("aten::gelu", "other"),
     ],
 )

@@ -1,11 +1,12 @@
 """A recorded log, shown piece by piece."""
 
 import json
+import sys
 
 import pytest
 
 from ch10_gpt2 import replay, steps, train
-from common import bench, notebook
+from common import bench, machine, notebook
 
 
 @pytest.fixture
@@ -22,13 +23,14 @@ def row(section, step, verdict="kept", track="speed", **values):
         "ratio_first agreement config categories".split()
     )
     rest = {"peak_bytes": {}, "losses": [], "reason": "", "title": step}
+    rest |= {"predicted": "", "rounds": 6}
     names = {"section": section, "step": step, "verdict": verdict}
     return empty | rest | names | {"track": track, "title_zh": ""} | values
 
 
 LOG = {
     "preset": "gpt2-tiny",
-    "machine": {"id": "x"},
+    "machine": machine.card("cpu") | {"id": "x"},
     "rows": [
         row("10.3.1", "memory_baseline", track="memory", config={"a": 9}),
         row("10.4.1", "speed_baseline", config={"a": 1, "b": 2}),
@@ -37,7 +39,9 @@ LOG = {
             "10.4.5",
             "compiled_graph",
             config={"a": 1, "b": 3},
-            predicted="about 2.00x",
+            predicted="about 2.00×: half the bytes",
+            predicted_ratio=2.0,
+            previous_tokens_per_s=823.0,
             tokens_per_s=1234.4,
             spread=[1200.0, 1300.0],
             ratio_previous=1.5,
@@ -59,10 +63,10 @@ def test_a_section_tells_change_promise_and_result(capsys):
     assert lines[:7] == [
         "compiled_graph: kept",
         "  change     b 2 → 3",  # against the kept row, not the reverted one
-        "  predicted  about 2.00x",
-        "  measured   1,234 tokens/s (quartiles 1,200 to 1,300)",
+        "  predicted  about 2.00×: half the bytes; missed: 1.50× for 2.00×",
+        "  measured   823 → 1,234 tok/s (quartiles 1,200 to 1,300, 6 rounds)",
         "  peak       tracked 3.0 MiB",
-        "  speed      1.50× the row kept before, 99% interval 1.40 to 1.60",
+        "  speed      1.50× the row kept before, interval 97% [1.40, 1.60]",
         "  losses     2 updates, 1.0e-06 apart; declared close "
         "(at most 0.0002)",
     ]
@@ -78,7 +82,10 @@ def test_tracks_do_not_mix_and_gaps_are_said(capsys):
     assert "not tried" in capsys.readouterr().out
     replay.track(LOG, "speed")
     out = capsys.readouterr().out
-    assert "memory_baseline" not in out and "1.40 to 1.60" in out
+    assert "memory_baseline" not in out and "1.50 97% [1.40, 1.60]" in out
+    assert "2.00 missed" in out and "823 → 1,234" in out
+    assert max(map(len, out.splitlines())) <= 100 and "…" not in out
+    assert "0 of 1 predictions met" in out
     replay.speed(LOG)
     assert "too few rows" in capsys.readouterr().out
 
@@ -90,6 +97,14 @@ def test_bars_stand_in_for_a_timeline(monkeypatch):
     ((rows, value, _),) = drawn
     assert value == "tokens_per_s"
     assert [r["name"] for r in rows] == ["speed_baseline", "compiled_graph"]
+
+
+def test_without_matplotlib_words_stand_in(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    replay.pictured(LOG, "10.4.5")
+    replay.losses(LOG)
+    missing = "No pictures: matplotlib is not installed.\n"
+    assert capsys.readouterr().out == 2 * missing
 
 
 def test_every_section_of_the_record_can_be_shown(found, capsys):
