@@ -7,21 +7,30 @@ the host from having launched the next piece of work.  All times are whole
 nanoseconds, so that the parts add up to the span without a remainder.
 """
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from ch04_profiling import event_names as names
 
 CODE = {name: code for code, name in enumerate(names.PARTS)}
-# a range of Python between two operators that the profiler did not see
-PYTHON_GAP_NS = 5_000_000
+# a longer gap without an operator is a piece of Python that deserves a name
+PYTHON_GAP_NS = 1_000_000
+# where events were left out of a recording, one this long says nothing
+UNSEEN_NS = 5_000_000
 # from the end of one queued kernel to the start of the next
 QUEUE_GAP_NS = 50_000
 # an ordinary launch takes 5 to 50 µs; one that loads code takes far more
 LONG_CALL_NS = 2_000_000
 # an operator shorter than this is mostly the call, not the work
 TINY_OPERATOR_NS = 25_000
+# between the operators it calls, one that is silent for longer computes
+OWN_WORK_NS = 2 * TINY_OPERATOR_NS
+ALLOCATION = re.compile(
+    r"^(cuda|hip)(Free|Malloc|Host(Alloc|Malloc|Free|(Unr|R)egister))|^cuMem"
+)
 
 
 @dataclass
@@ -45,6 +54,10 @@ class Account:
     loader: tuple  # merged waits for the loader, in ns
     uploading: tuple  # merged calls that held the host for a copy to the GPU
     steps: list
+    queued: tuple  # gaps before work that was launched earlier: when, in ns
+    python: tuple  # merged gaps in which the host was in no operator
+    allocating: tuple  # merged calls that reserve memory in every step
+    between: tuple  # CPU operators' own work between those they call
 
     @property
     def span_ns(self):
@@ -65,7 +78,8 @@ class Account:
         return int((ends - starts).sum())
 
 
-_NONE = (np.empty(0, np.int64), np.empty(0, np.int64))
+_EMPTY = np.empty(0, np.int64)
+_NONE = (_EMPTY, _EMPTY)
 
 
 def merge(starts, ends):
@@ -100,6 +114,11 @@ def overlap_ns(one, other):
     middle = edges[:-1]
     both = inside(one, middle) & inside(other, middle)
     return int(np.diff(edges)[both].sum())
+
+
+def seen(trace):
+    """Say whether calls or operators of the host were recorded."""
+    return np.isin(trace.kind, [names.RUNTIME, names.OPERATOR]).any()
 
 
 def by_name(trace, function):
@@ -140,7 +159,9 @@ def _with_gpu(trace):
         owner[inside(unions[part], bounds[:-1])] = CODE[part]
     bounds, owner = _joined(bounds, owner)
     sync = host.sync_calls(gpu, launch)
-    bounds, owner = _explain(trace, host, bounds, owner, gpu, launch)
+    bounds, owner, queued, python = _explain(
+        trace, host, bounds, owner, gpu, launch
+    )
     return Account(
         bounds=bounds,
         owner=owner,
@@ -153,7 +174,11 @@ def _with_gpu(trace):
         sync=sync,
         loader=host.union(names.LOADER),
         uploading=merge(trace.start[host.uploads], trace.end[host.uploads]),
-        steps=_steps(trace, gpu),
+        steps=host.steps,
+        queued=queued,
+        python=python,
+        allocating=host.allocating,
+        between=(_EMPTY, _EMPTY, *_NONE),
     )
 
 
@@ -191,7 +216,9 @@ class _Host:
         meaning[~host] = names.NOTHING
         self.meaning = meaning
         self.lanes = np.unique(trace.lane[host])
-        self.uploads = np.empty(0, np.int64)  # calls that copy to the GPU
+        self.uploads = _EMPTY  # calls that copy to the GPU
+        self.allocating = _NONE
+        self.steps = _steps(trace)
         self.cache = {}
 
     def launch_of(self, gpu):
@@ -261,15 +288,92 @@ class _Host:
             call = tuple(np.array([edge]) for edge in call)
             unused = took[at] - overlap_ns(call, busy)
             other[at] = unused > max(LONG_CALL_NS, 3 * own[at])
+        other[other] = ~self._in_every_step(calls[other])
         self.meaning[calls[other]] = names.START_UP
         self.uploads = calls[~other]
 
     def _long_calls(self):
-        """A launch of milliseconds loads code, or waits for a full queue."""
+        """Tell a program's start from what each of its steps repeats.
+
+        A launch of milliseconds loads code, once; a call that reserves
+        memory does so in every step where the allocator's cache is short.
+        """
         trace = self.trace
-        long = trace.end - trace.start > LONG_CALL_NS
-        calls = (trace.kind == names.RUNTIME) & long
-        self.meaning[calls & (self.meaning == names.ACTIVE)] = names.START_UP
+        took = trace.end - trace.start
+        runtime = trace.kind == names.RUNTIME
+        long = runtime & (self.meaning == names.ACTIVE) & (took > LONG_CALL_NS)
+        for name in np.unique(trace.name[long]).tolist():
+            mine = runtime & (trace.name == name)
+            if mine.sum() > 2 and np.median(took[mine]) > LONG_CALL_NS:
+                long[mine] = False  # every one: that is what it costs
+        calls = np.flatnonzero(long)
+        once = calls[~self._in_every_step(calls)]
+        calls = np.flatnonzero(runtime & (self.meaning == names.START_UP))
+        repeated = calls[self._in_every_step(calls)]
+        reserves = by_name(trace, lambda n: bool(ALLOCATION.match(n)))
+        reserves = reserves[trace.name[repeated]]
+        self.meaning[once] = names.START_UP
+        self.meaning[repeated[~reserves]] = names.ACTIVE
+        mine = repeated[reserves]
+        self.allocating = merge(trace.start[mine], trace.end[mine])
+
+    def _in_every_step(self, calls):
+        """Say of each call whether later steps repeat it, to the last.
+
+        One far longer than its likes is not theirs.
+        """
+        trace, found = self.trace, np.zeros(len(calls), bool)
+        steps = self.steps or _between_optimizers(trace)
+        if len(steps) < 3 or not len(calls):
+            return found
+        lows = np.array([low for _, low, _ in steps])
+        highs = np.array([high for _, _, high in steps])
+        place = np.searchsorted(lows, trace.start[calls], side="right") - 1
+        place[trace.start[calls] >= highs[place]] = -1
+        took = trace.end[calls] - trace.start[calls]
+        for name in np.unique(trace.name[calls]).tolist():
+            mine = trace.name[calls] == name
+            later = np.unique(place[mine & (place > 0)])
+            often = 2 * len(later) >= len(steps) - 1 and len(later) > 1
+            if often and later[-1] >= len(steps) - 2:
+                usual = np.median(took[mine & (place > 0)])
+                found |= mine & (place >= 0) & (took <= 10 * usual)
+        return found
+
+    def unseen(self, silent, edges):
+        """Say of each silent piece whether nothing tells what was done.
+
+        Between two signs of a thread's life it ran Python; what came before
+        the first and after the last of them, nobody knows.  Where no step
+        is marked, nothing waits before the GPU's first and after its last
+        work either.
+        """
+        trace = self.trace
+        mine = np.isin(trace.lane, self.lanes) & (trace.kind != names.GPU)
+        marks = by_name(trace, lambda n: bool(names.STEP.match(n)))
+        marks = marks[trace.name] & mine
+        events = mine & ~marks
+        if not seen(trace):
+            return silent
+        signs = [trace.start[marks], trace.start[events], trace.end[events]]
+        signs = np.concatenate(signs)
+        begins, ends = runs(silent, edges)
+        lengths = ends - begins
+        longest = edges[-1] - edges[0]
+        low, high = edges[0], edges[-1]
+        if self.steps:
+            low, high = self.steps[0][1], max(s[2] for s in self.steps)
+        else:  # one event with a wrong clock is no sign
+            longest = longest // 2
+            if (gpu := trace.kind == names.GPU).any():
+                low, high = trace.start[gpu].min(), trace.end[gpu].max()
+        signs = signs[(signs >= low) & (signs <= high)]
+        if any(said["kind"] == "sampled" for said in trace.warnings):
+            longest = UNSEEN_NS
+        least, most = signs.min(initial=edges[-1]), signs.max(initial=0)
+        outside = (begins < least) | (ends > most)
+        unknown = outside & (lengths > PYTHON_GAP_NS) | (lengths > longest)
+        return silent & unknown
 
     def union(self, meaning, lane=None):
         """Return the merged times in which a thread (or any) did this."""
@@ -349,12 +453,16 @@ def _callers(trace, calls):
 
 
 def _explain(trace, host, bounds, owner, gpu, launch):
-    """Give every piece without GPU work to its cause on the host."""
+    """Give every piece without GPU work to its cause on the host.
+
+    Returns also the gaps before work that was already launched, and those
+    in which the host was in no operator.
+    """
     idle = np.flatnonzero(owner < 0)
     if not len(idle):
-        return bounds, owner
+        return bounds, owner, (_EMPTY, *_NONE), _NONE
     lows, highs = bounds[idle], bounds[idle + 1]
-    waiting = _waiting_for(trace, lows, highs, gpu, launch)
+    waiting, launched = _waiting_for(trace, lows, highs, gpu, launch)
     causes = (
         names.LOADER,
         names.SYNC,
@@ -371,7 +479,7 @@ def _explain(trace, host, bounds, owner, gpu, launch):
     piece = owner[gap]
     points = edges[:-1]
     free = piece < 0
-    cause = _cause(host, lanes, points, edges)
+    cause, silent = _cause(host, lanes, points, edges)
     piece = np.where(free, cause, piece)
     position = np.searchsorted(idle, gap)
     position = np.minimum(position, len(idle) - 1)
@@ -380,7 +488,18 @@ def _explain(trace, host, bounds, owner, gpu, launch):
     short = (highs - lows)[position] <= QUEUE_GAP_NS
     piece[queued & short] = CODE["idle_host"]
     piece[queued & ~short] = CODE["idle_unknown"]
-    return _drained(host, edges, piece, free & ~queued, position, lows, highs)
+    late = waiting & (highs - lows > QUEUE_GAP_NS)
+    begins, ends = runs(silent, edges)
+    python = free & ~queued & silent & (piece == CODE["idle_host"])
+    python &= ends - begins > PYTHON_GAP_NS
+    free &= ~queued
+    bounds, owner = _drained(host, edges, piece, free, python, position, lows)
+    return (
+        bounds,
+        owner,
+        (lows[late], highs[late], launched[late]),
+        merge(edges[:-1][python], edges[1:][python]),
+    )
 
 
 def _busiest(trace, host, count=16):
@@ -392,19 +511,28 @@ def _busiest(trace, host, count=16):
 
 
 def _waiting_for(trace, lows, highs, gpu, launch):
-    """Say of each gap whether the work after it was launched before it."""
+    """Say of each gap whether the work after it was launched before, when."""
     if not len(gpu):
-        return np.zeros(len(lows), bool)
+        return np.zeros(len(lows), bool), lows
     starts = trace.start[gpu]
     at = np.searchsorted(starts, highs)
     after = np.minimum(at, len(gpu) - 1)
     call = launch[after]
     launched = np.where(call >= 0, trace.end[call], np.iinfo(np.int64).max)
-    return (at < len(gpu)) & (starts[after] == highs) & (launched <= lows)
+    # numbers grow: this one was launched before the recording began
+    number, known = trace.correlation[gpu], launch >= 0
+    first = number[known].min(initial=np.iinfo(np.int64).max)
+    old = ~known & (number >= 0) & (number < first) & known.any()
+    launched[old[after]] = trace.window[0]
+    follows = (at < len(gpu)) & (starts[after] == highs)
+    return follows & (launched <= lows), launched
 
 
 def _cause(host, lanes, points, edges):
-    """Return the code of what the host did at each of these times."""
+    """Return the code of what the host did at each of these times.
+
+    And whether no thread was in an operator, a call or a loader then.
+    """
     count = len(points)
     active = {
         lane: inside(host.union(names.ACTIVE, lane), points) for lane in lanes
@@ -415,7 +543,7 @@ def _cause(host, lanes, points, edges):
     # nobody in an operator: Python between two of them, or unseen
     silent = crowd == 0
     cause = np.full(count, CODE["idle_host"])
-    cause[silent & _long_runs(silent, edges)] = CODE["idle_unknown"]
+    cause[host.unseen(silent, edges)] = CODE["idle_unknown"]
     for meaning, part in (
         (names.SYNC, "idle_sync"),
         (names.START_UP, "idle_start_up"),
@@ -428,24 +556,24 @@ def _cause(host, lanes, points, edges):
                 # another thread that feeds the GPU was at work meanwhile
                 mask &= crowd - active[lane] == 0
             cause[mask] = CODE[part]
-    return cause
+    return cause, silent
 
 
-def _long_runs(mask, edges):
-    """Say of each piece whether it is in a long run of masked pieces."""
-    lengths = np.diff(edges)
+def runs(mask, edges):
+    """Return for each piece where its run of equally masked ones is."""
     change = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    begins = np.concatenate([[0], change])
-    sums = np.add.reduceat(lengths, begins)
-    sizes = np.diff(np.append(begins, len(mask)))
-    return np.repeat(sums > PYTHON_GAP_NS, sizes)
+    first = np.concatenate([[0], change])
+    last = np.append(change, len(mask))
+    sizes = last - first
+    return np.repeat(edges[first], sizes), np.repeat(edges[last], sizes)
 
 
-def _drained(host, edges, piece, free, position, lows, highs):
+def _drained(host, edges, piece, free, python, position, lows):
     """Charge a synchronising call with the gap it opened.
 
     While the host waits, it cannot run ahead; of the gap that follows, at
-    most as much is the call's doing as the host had waited before.
+    most as much is the call's doing as the host had waited before, and of
+    a long piece of Python little: that would be worth more to shorten.
     """
     calls = host.union(names.SYNC)
     if not len(calls[0]):
@@ -458,6 +586,7 @@ def _drained(host, edges, piece, free, position, lows, highs):
     lengths = np.diff(edges)
     counted = free & (piece == CODE["idle_host"])
     mine = np.where(counted, lengths, 0)
+    mine[python] = np.minimum(mine[python], PYTHON_GAP_NS)
     before = np.cumsum(mine) - mine
     first = np.zeros(len(lows), np.int64)
     seen, where = np.unique(position[free], return_index=True)
@@ -476,7 +605,15 @@ def _drained(host, edges, piece, free, position, lows, highs):
     return _joined(edges, piece)
 
 
-def _steps(trace, gpu):
+def _between_optimizers(trace):
+    """Return (name, low, high) from one optimizer's step to the next."""
+    begins = by_name(trace, lambda n: n.startswith("Optimizer.step#"))
+    lows = trace.start[begins[trace.name] & (trace.kind != names.GPU)]
+    edges = [*lows.tolist(), trace.window[1]]
+    return [("", *pair) for pair in pairwise(edges)]
+
+
+def _steps(trace):
     """Return the marked steps: (name, low, high) in ns, in order."""
     numbers = by_name(
         trace,
@@ -499,7 +636,10 @@ def _steps(trace, gpu):
 
 
 def _without_gpu(trace):
-    """The CPU is the device: its innermost operators are the work."""
+    """The CPU is the device: its operators are the work.
+
+    Each moment belongs to the innermost one, unless that only calls others.
+    """
     host = _Host(trace)
     host.lanes = np.unique(trace.lane)
     codes = by_name(
@@ -509,23 +649,29 @@ def _without_gpu(trace):
     work = codes[trace.name]
     long = trace.end - trace.start >= _least_ns(trace)
     leaf = _leaves(trace, (work >= 0) & long)
+    within, *between = _between(trace, (work >= 0) & long & ~leaf)
     talk = work == CODE["communication"]
     counted = (leaf & (work >= 0) & long) | talk
     if of_gpu_job(trace):
-        counted[:] = False  # its operators only launch, the work is not seen
+        # its operators only launch, the work is not seen
+        counted[:], within = False, within[:0]
+        between = [edge[:0] for edge in between]
     # what the loader or the compiler computes is theirs
     for meaning in (names.LOADER, names.COMPILATION):
         for lane in np.unique(trace.lane[host.meaning == meaning]):
             held = inside(host.union(meaning, lane), trace.start)
             counted &= ~(held & (trace.lane == lane) & ~talk)
+            held = inside(host.union(meaning, lane), between[0])
+            keep = ~(held & (trace.lane[within] == lane))
+            within, between = within[keep], [edge[keep] for edge in between]
     device = np.flatnonzero(counted)
-    own = work[device]
-    own = _optimizer_ranges(trace, device, own)
+    own = _optimizer_ranges(trace, trace.start[device], work[device])
+    kinds = _optimizer_ranges(trace, between[0], work[within])
+    kinds = np.concatenate([own, kinds])
+    starts = np.concatenate([trace.start[device], between[0]])
+    ends = np.concatenate([trace.end[device], between[1]])
     unions = {
-        part: merge(
-            trace.start[device][own == CODE[part]],
-            trace.end[device][own == CODE[part]],
-        )
+        part: merge(starts[kinds == CODE[part]], ends[kinds == CODE[part]])
         for part in names.WORK
     }
     edges = [np.array(trace.window, np.int64)]
@@ -537,7 +683,7 @@ def _without_gpu(trace):
     points = bounds[:-1]
     silent = ~inside(host.union(names.ACTIVE), points)
     owner = np.full(len(points), CODE["idle_host"])
-    owner[silent & _long_runs(silent, bounds)] = CODE["idle_unknown"]
+    owner[host.unseen(silent, bounds)] = CODE["idle_unknown"]
     for part in ("communication", *reversed(names.COMPUTE)):
         owner[inside(unions[part], points)] = CODE[part]
     compiling = inside(host.union(names.COMPILATION), points)
@@ -545,6 +691,10 @@ def _without_gpu(trace):
     free = owner >= CODE["idle_loader"]
     owner[free & compiling] = CODE["idle_compilation"]
     owner[free & waiting] = CODE["idle_loader"]
+    begins, ends = runs(silent, bounds)
+    python = silent & (owner == CODE["idle_host"])
+    python &= ends - begins > PYTHON_GAP_NS
+    python = merge(bounds[:-1][python], bounds[1:][python])
     bounds, owner = _joined(bounds, owner)
     return Account(
         bounds=bounds,
@@ -558,7 +708,11 @@ def _without_gpu(trace):
         sync={},
         loader=host.union(names.LOADER),
         uploading=_NONE,
-        steps=_steps(trace, device),
+        steps=host.steps,
+        queued=(_EMPTY, *_NONE),
+        python=python,
+        allocating=_NONE,
+        between=(within, kinds[len(own) :], *between),
     )
 
 
@@ -577,22 +731,25 @@ def _least_ns(trace):
 
 
 def of_gpu_job(trace):
-    """Say whether a trace without GPU events is of a program on a GPU."""
+    """Say whether a trace without GPU events is of a program on a device."""
     if trace.header.get("deviceProperties"):
         return True
     if (trace.kind == names.RUNTIME).any():
+        return True
+    if any(said["kind"] == "unknown-device" for said in trace.warnings):
         return True
     return any(
         n.startswith(("nccl:", "record_param_comms")) for n in trace.names
     )
 
 
-def _optimizer_ranges(trace, device, own):
+def _optimizer_ranges(trace, starts, own):
+    """Count element-wise work that begins in Optimizer.step as its own."""
     named = by_name(trace, lambda n: n.startswith("Optimizer.step#"))
     ranges = named[trace.name]
     union = merge(trace.start[ranges], trace.end[ranges])
     plain = own == CODE["elementwise"]
-    held = inside(union, trace.start[device])
+    held = inside(union, starts)
     return np.where(plain & held, CODE["optimizer"], own)
 
 
@@ -617,3 +774,41 @@ def _leaves(trace, chosen):
         last[:-1] = ~(same & within)
         leaf[order] = last
     return leaf
+
+
+def _between(trace, chosen):
+    """Return what operators do themselves between those they call.
+
+    A convolution's gradient copies its input and then computes; an operator
+    that only hands over to the next is never silent for long.
+
+    Returns:
+        (events, starts, ends): of each long piece whose innermost operator
+        is a chosen one.
+    """
+    hosts = (trace.kind == names.OPERATOR) & (trace.end > trace.start)
+    mine = np.flatnonzero(hosts | chosen)
+    if not chosen.any():
+        return _EMPTY, *_NONE
+    event = np.concatenate([mine, mine])
+    opens = np.repeat([True, False], len(mine))
+    at = np.where(opens, trace.start[event], trace.end[event])
+    other = np.where(opens, trace.end[event], trace.start[event])
+    order = np.lexsort((-other, opens, at, trace.lane[event]))
+    event, opens, at = event[order], opens[order], at[order]
+    lane = trace.lane[event]
+    depth = np.cumsum(np.where(opens, 1, -1))
+    long = np.diff(at, append=0) >= OWN_WORK_NS
+    long[:-1] &= lane[1:] == lane[:-1]
+    long[-1:] = False
+    long = np.flatnonzero(long & (depth > 0))
+    owner = np.full(len(long), -1)
+    for level in np.unique(depth[long]).tolist():
+        begun = np.flatnonzero(opens & (depth == level))
+        these = depth[long] == level
+        last = np.searchsorted(begun, long[these], side="right") - 1
+        owner[these] = event[begun[last]]
+    kept = chosen[owner] & (owner >= 0)
+    # events that overlap, and are not inside each other, own nothing here
+    kept &= trace.end[owner] >= at[long + 1]
+    return owner[kept], at[long[kept]], at[long[kept] + 1]

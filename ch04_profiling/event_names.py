@@ -17,18 +17,42 @@ KINDS = {
     "memcpy": GPU,
     "gpu_memset": GPU,
     "memset": GPU,
-    "cuda_runtime": RUNTIME,
     "runtime": RUNTIME,
-    "cuda_driver": RUNTIME,
     "driver": RUNTIME,
-    "hip_runtime": RUNTIME,
-    "xpu_runtime": RUNTIME,
-    "privateuse1_runtime": RUNTIME,
     "cpu_op": OPERATOR,
     "operator": OPERATOR,
     "user_annotation": RANGE,
     "python_function": PYTHON,
 }
+
+
+def kind_of(category):
+    """Return the kind of a category, -1 of one that is not kept."""
+    if category.endswith(("_runtime", "_driver")):  # of any device
+        return RUNTIME
+    return KINDS.get(category, -1)
+
+
+# notes of the recorder, and what other events say better
+PASSED_OVER = {
+    "",
+    "trace",
+    "overhead",
+    "gpu_user_annotation",
+    "cuda_sync",
+    "cuda_event",
+    "cpu_instant_event",
+    "external_correlation",
+    "collective_comm",
+    "gpu_pm_counter",
+    "ac2g",
+    "async_cpu_to_gpu",
+    "async_gpu",
+    "fwdbwd",
+    "fwd_bwd",
+}
+# what runs on devices whose names of work are not known here
+FOREIGN = re.compile(r"^(mtia|hpu|xpu|npu|glow|tpu|mps|privateuse1)", re.I)
 
 # what the GPU did; the order is who is named where several run at once
 WORK = [
@@ -54,61 +78,107 @@ PARTS = WORK + IDLE
 COMPUTE = WORK[:5]
 COPIES = WORK[6:]
 
-COLLECTIVE = re.compile(
-    r"^(void )?(nccl|rccl|msccl|nvshmem)|ncclDevKernel|ncclKernel"
-    r"|cross_device_reduce|(one|two)_shot_all_?reduce|multimem_|deep_ep::"
-    r"|allreduce_fusion|userbuffers_",
+# A kernel's template arguments and parameters name types, not its work:
+# these wrappers are the exception, they say what they do only there.
+WRAPPER = re.compile(
+    r"cutlass|^kernel\d*$|device_kernel|kentry|globalKernel|xmma|^kernel_?impl"
+    r"|cudnn_generated|AttentionKernel|^type$",
     re.IGNORECASE,
 )
-TRITON_TEMPLATE = re.compile(r"^triton_tem_")
+PLAIN = re.compile(
+    r"elementwise_kernel|reduce_kernel|softmax|_norm_|normkernel|CatArray"
+    r"|cub::|rocprim|thrust::",
+    re.IGNORECASE,
+)
+TRITON_FUSED = re.compile(r"^triton_(?!tem_|b?mm|addmm|scaled_mm|conv|flex)")
+COLLECTIVE = re.compile(
+    r"(?<![a-z])(nccl|rccl|msccl|oneccl|nvshmem|deep_?ep)"
+    r"|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?(reduce|gather|to_?all)"
+    r"|all2all|reduce_?scatter|cross_device_reduce|multimem_|userbuffers_"
+    r"|quick_?reduce|lamport|symmetric_memory|(put|wait)_signal|sendrecv"
+    r"|(internode|intranode|(?<![a-z])ep)(_ll)?(::|_)(dispatch|combine)",
+    re.IGNORECASE,
+)
+AROUND_ATTENTION = re.compile(
+    r"and_cache|append_?paged|rotary|rope(?![a-z])|layer_?norm|rms_?norm"
+    r"|flashinfer::(norm|activation|sampling|quantization)",
+    re.IGNORECASE,
+)
 ATTENTION = re.compile(
-    r"flash|fmha|attention|sdpa|(^|[^a-z])mha_|attn|cudnn_generated_fort_n",
+    r"flash(?!infer)|fmha|attention|sdpa|(?<![a-z])m?mha_|attn|mem_eff"
+    r"|(prefill|decode)With|(?<![a-z])(bwd|fwd)_kernel_(dk|dq|fuse|one_col)"
+    r"|(?<![a-z])mla_|cudnn_generated_fort_n",
     re.IGNORECASE,
 )
 OPTIMIZER = re.compile(
-    r"multi_tensor_apply|adam|adagrad|rmsprop|lamb(?!da)|lion_|muon"
-    r"|(?<![a-z])sgd|fused_optim",
+    r"multi_tensor_apply|adam|adagrad|rmsprop|lamb(?!da)|(?<![a-z])lion_"
+    r"|(?<![a-z])muon|(?<![a-z])sgd|fused_?optim|kOptimizer"
+    r"|PreconditionOptim",
     re.IGNORECASE,
 )
-# layouts and offsets that libraries prepare around their own products
+# layouts, offsets and sums that libraries prepare around their own products
 AROUND_GEMM = re.compile(
-    r"nchwToNhwc|nhwcToNchw|computeOffsets|transpose_readWrite|splitKreduce"
-    r"|col2im|im2col|add_tensor",
+    r"nchwToNhwc|nhwcToNchw|compute\w*Offsets|transpose_readWrite|splitK_?red"
+    r"|ReduceSplitK|col2im|im2col|im2d2col|add_tensor|cublasLtEpilogue"
+    r"|reduce_wgrad|quantize|scal_kernel|moe_align|moe_sum",
     re.IGNORECASE,
 )
 GEMM = re.compile(
-    r"gemm|gemv|cutlass|xmma|nvjet|cublas|Cijk_|conv(?!ert)|wgrad|dgrad"
-    r"|fprop|winograd|scudnn|hcudnn|implicit|matmul|(^|_)[bm]?mm_|addmm"
-    r"|fft[12]d|884|1688|16816|igemm|miopen.*(sp3|asm)|grouped_conv"
-    r"|ck::.*device|dot_kernel|marlin|wgmma",
+    r"(?<!fb)gemm|gemv|cutlass|xmma|nvjet|(?<![a-z])cublas|Cijk_"
+    r"|conv(?!er[ts])|wgrad|dgrad|fprop|winograd|[sh]cudnn|\d+cudnn_"
+    r"|implicit|matmul|(?<![a-z])(ba?d?|ad+)?mm(_|$|kernel)|csrm[mv]|spm[mv]|sddmm"
+    r"|fft[12]d|(?<![a-z])dot_kernel|marlin|machete|wgmma"
+    r"|fused_moe|grouped_mm|RNN_block|persistRNN|XXT_kernel|ba_plus_cAA"
+    r"|MIOpenCv",
     re.IGNORECASE,
 )
 ELEMENTWISE = re.compile(
-    r"elementwise|vectorized|unrolled|softmax|norm|reduce|bn_|triton_|copy"
-    r"|fill|index|gather|scatter|embedding|dropout|pool|relu|gelu|silu"
-    r"|transpose|nhwc|sort|cub::|scan|arange|random|distribution|nll_loss"
-    r"|cross_entropy|upsample|pad|permute|CatArray|cast|quantize|convert"
-    r"|rope|rotary|where|mask|cumsum|topk|loss|compare|bounds_check",
+    r"elementwise|vectorized|unrolled|softmax|norm|moments|GammaBeta|reduce"
+    r"|bn_|triton_|copy|fill|index|indice|gather|scatter|embedding|embs"
+    r"|dropout|pool|relu|gelu|silu|sigmoid|tanh|swish|glu(?![a-z])|act_and"
+    r"|transpose|nhwc|sort|cub::|rocprim|hipcub|thrust::|scan|arange|random"
+    r"|distribution|sampl|multinomial|nll|cross_entropy|criterion|upsample"
+    r"|interp|pad|permut|CatArray|cast|quantize|conver[ts]|rope|rotary|where"
+    r"|mask|cumsum|topk|top_k|loss|compare|bounds_check|(?<![a-z])ln_(fwd|bwd)"
+    r"|batchnorm|OpTensor|SubTensor|Op\dd|scalePacked|globalKernel|fft"
+    r"|tri[ul](?![a-z])|flip|roll_|repeat|unique|histogram|bincount|nonzero"
+    r"|segment|bucketize|lengths|offsets|to_dense|linearize|foreach|lerp"
+    r"|kv_?cache|reshape_and|recat|compute_cuda_kernel|elemWise|scal_kernel"
+    r"|moe_(align|sum)|fbgemm_gpu::|(?<![a-z])(add|mul|sub|div|bias|exp|log"
+    r"|sqrt|sum|mean)(?![a-z])",
     re.IGNORECASE,
 )
+
+
+def _head(name):
+    """Return a kernel's own name: no template arguments, no parameters."""
+    plain = name.replace("(anonymous namespace)::", "")
+    plain = re.sub(r"^(void|std::enable_if<.*?>::type) +", "", plain)
+    return re.split(r"[<(]", plain, maxsplit=1)[0]
 
 
 def work_of_kernel(name):
     """Return which of ``WORK`` a kernel does, by its name."""
-    if name.startswith("triton_") and not TRITON_TEMPLATE.match(name):
+    if TRITON_FUSED.match(name):
         # names of a fused kernel list operators; it is element-wise anyway
         return "optimizer" if OPTIMIZER.search(name) else "elementwise"
-    if COLLECTIVE.search(name):
+    head = _head(name)
+    whole = name if WRAPPER.search(head) else head
+    if COLLECTIVE.search(head):
         return "communication"
-    if ATTENTION.search(name):
-        return "attention"
-    if OPTIMIZER.search(name):
-        return "optimizer"
-    if AROUND_GEMM.search(name):
+    if AROUND_ATTENTION.search(whole):
         return "elementwise"
-    if GEMM.search(name):
+    if OPTIMIZER.search(head):
+        return "optimizer"
+    if PLAIN.search(head) and "splitK" not in head:
+        return "elementwise"
+    if ATTENTION.search(whole):
+        return "attention"
+    if AROUND_GEMM.search(whole):
+        return "elementwise"
+    if GEMM.search(whole):
         return "gemm"
-    return "elementwise" if ELEMENTWISE.search(name) else "other_kernel"
+    return "elementwise" if ELEMENTWISE.search(whole) else "other_kernel"
 
 
 def work_of_copy(name):
@@ -133,17 +203,49 @@ def work_on_gpu(name):
 # what a host event says about the thread that is inside it
 NOTHING, ACTIVE, SYNC, START_UP, COMPILATION, LOADER = range(6)
 STEP = re.compile(r"^ProfilerStep\s*#?\s*(\d{1,18})")
+# how ranges and functions spell that a batch is waited for
+BATCH = (
+    r"(?:data[ _-]*(?:loader|loading|load)"
+    r"|(?<![a-z])(?:(?:load|get|fetch|read)(?:ing)?"
+    r"|next|wait(?:ing)?[ _-](?:for|on))"
+    r"(?:[ _-]*(?:the|next|train|training|sanity_check|mini))*"
+    r"[ _-]*(?:data|batch(?:es)?|samples?|inputs?|loader)"
+    r"|(?<![a-z_])data[ _-]*(?:time|wait|fetch|fetching|iter|iterator|next)"
+    r"|(?<![a-z_])batch[ _-]*(?:load|fetch)(?:ing)?)"
+    r"(?![a-z]|[ _-]*(?:size|norm|stat|ptr|type|shape|count|id|dim|len|num"
+    r"|loss|metric|parallel))"
+)
+LOADER_FILE = (
+    r"(?:data_?load|(?:^|[/\\_])loaders?\.py|torchdata|webdataset|wids|ffcv"
+    r"|(?:^|[/\\])dali[/\\]|litdata|petastorm|fetchers?\.py|combined_loader"
+    r"|iterator_ops|iterable_dataset|utils[/\\]data[/\\])"
+)
 LOADER_NAME = re.compile(
-    r"^enumerate\(DataLoader\)#|DataLoaderIter\.__next__"
-    r"|DataLoader.*__next__|dataloader\.py\(\d+\): __next__"
-    r"|^\W*((dataloader?|data_load(er|ing)?|load_(batch|data)|next_batch"
-    r"|get_batch|fetch_(batch|data))\W*$)",
+    r"^enumerate\(Data(?:Loader|Pipe)\)#|DataLoader\w*\.__next__"
+    # a Python frame, "file.py(line): function": where the file lies says
+    # nothing, but a loader's own file names what its __next__ is
+    rf"|\(\d+\): _*{BATCH}"
+    rf"|{LOADER_FILE}[^:]*\(\d+\): (?:__next__|__iter__|next|iterator"
+    r"|_next_data|_try_get_data|_get_data|_fetch\w*)$"
+    # a range, in any words; an operator, a module and a hook are none
+    r"|^(?!\w+::|nn\.Module:|.*\(\d+\): |.*(?:state|checkpoint|init|setup"
+    r"|creat|build|Module\]|[^a-z]to[^a-z]*(?:gpu|cuda|device)"
+    r"|\#\# wait_for_batch))"  # in TorchRec, for a copy to the GPU
+    rf"(?:\W*data\W*$|.*loop\W+\w+_next$|.*?{BATCH})",
     re.IGNORECASE,
 )
+# What makes code counts as compilation, what loads it as start-up.  Frames
+# of torch._inductor and triton also run what is long since compiled.
 COMPILATION_NAME = re.compile(
     r"\(dynamo_timed\)|convert_frame\.py\(\d+\)"
     r"|compile_fx(_inner)?(\.py\(\d+\))?($|:)|^inductor_compile"
-    r"|^nvrtc|^cuda[A-Za-z]*JIT|^TorchScript compile",
+    r"|(^|[/\\])(torch[/\\]_(inductor|dynamo|functorch)|triton|numba|cupy)"
+    r"[/\\].*\(\d+\): "
+    r"(\w*_)?((pre|re)?compile|codegen|autotune|make_(ttir|llir|ptx|cubin)"
+    r"|bench|benchmark)(_(?!wrapper)\w+)?$"
+    r"|cpp_extension\.py\(\d+\): _*(load|load_inline|jit_compile)$"
+    r"|^(nvrtc|hiprtc)(?!GetErrorString)|^cuda[A-Za-z]*JIT|^cuLink"
+    r"|^(cuda|cu|hip)GraphInstantiate|^TorchScript compile",
 )
 SYNC_NAME = re.compile(
     r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cuda|hip)Memcpy(_v\d+)?$"
@@ -152,13 +254,16 @@ SYNC_NAME = re.compile(
 )
 START_UP_NAME = re.compile(
     r"^(cuda|hip)(Free|Malloc|HostAlloc|HostRegister|HostMalloc"
-    r"|StreamCreate|StreamDestroy|GetDeviceProperties|GetDeviceCount"
-    r"|DeviceGetStreamPriorityRange|DeviceGetAttribute|SetDevice"
-    r"|FuncGetAttributes|FuncSetAttribute|DeviceEnablePeerAccess"
-    r"|DeviceGetMemPool|MemPool|ModuleLoad|DriverGetVersion"
-    r"|GetDriverEntryPoint|Library|DeviceReset|DeviceSetLimit)"
+    r"|StreamCreate|StreamDestroy|DeviceEnablePeerAccess"
+    r"|DeviceGetMemPool|MemPool|ModuleLoad|Library|DeviceReset"
+    r"|DeviceSetLimit)"
     r"|^cu(Init|Module|Library|MemAlloc|MemCreate|MemMap|MemFree|Mem[A-Z]"
-    r"|CtxCreate|DevicePrimaryCtx|StreamCreate|Link)"
+    r"|CtxCreate|DevicePrimaryCtx|StreamCreate)|^hipInit"
+)
+# questions to the driver: microseconds each, unless the first starts it
+QUERY_NAME = re.compile(
+    r"^(cuda|hip)(GetDevice|DeviceGet|SetDevice|DriverGet|RuntimeGet|Func"
+    r"|GetDriverEntryPoint|GetSymbol|GetFuncBySymbol|PointerGet|Occupancy)"
 )
 
 
@@ -169,6 +274,8 @@ def host_meaning(kind, name):
     if kind == RUNTIME:
         if SYNC_NAME.match(name):
             return SYNC
+        if COMPILATION_NAME.search(name):
+            return COMPILATION
         return START_UP if START_UP_NAME.match(name) else ACTIVE
     if LOADER_NAME.search(name):
         return LOADER

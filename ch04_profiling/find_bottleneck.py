@@ -77,7 +77,11 @@ def profile(step, steps=4, warm_up=2, path=None):
         path: where to keep the trace; by default nowhere.
 
     Returns:
-        What ``read`` returns.
+        What ``read`` returns; of a step that does nothing the marks alone,
+        of which no bottleneck can be told.
+
+    Raises:
+        Exception: whatever ``step`` raises, as it is; nothing is kept then.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it narrates
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -116,8 +120,8 @@ def against(new, old):
 
     Returns:
         {"unit", "new_us", "old_us", "speed", "parts": {name: [old, new]},
-        "cured", "appeared"}: µs of one unit, from the first event to the
-        end of the last GPU work, mean over ranks.
+        "cured", "appeared", "devices"}: µs of one unit, from the first
+        event to the end of the last GPU work, mean over ranks.
     """
     sides = [_one_side(new), _one_side(old)]
     unit, divisors = _unit(sides)
@@ -138,6 +142,7 @@ def against(new, old):
         "parts": parts,
         "cured": sorted(kinds[1] - kinds[0]),
         "appeared": sorted(kinds[0] - kinds[1]),
+        "devices": [verdicts.device(r[0].trace) for r in (old, new)],
     }
 
 
@@ -312,16 +317,41 @@ def show_against(found):
         if max(old, new) > 0.002 * max(found["new_us"], found["old_us"])
     ]
     rows.sort(key=lambda row: -abs(row["change_s"]))
-    print(bench.table(rows, title=f"\nper {found['unit']}, old → new"))
+    head = {"part": "part", "old_s": "old", "new_s": "new"}
+    head["change_s"] = "change"
+    print(bench.table(rows, head, f"\nper {found['unit']}, old → new"))
     speed = found["speed"]
     if speed:
         print(
             f"\none {found['unit']}: {found['old_us'] / 1e3:,.3f} → "
             f"{found['new_us'] / 1e3:,.3f} ms, {speed:.3f}× the speed"
         )
+    devices = found["devices"]
+    if all(devices) and devices[0] != devices[1]:
+        _wrapped(
+            f"the devices differ, {devices[0]} → {devices[1]}: times and "
+            "findings are theirs as much as the program's",
+            "",
+        )
+    # a wait also disappears behind work that takes longer
+    slower = speed and speed < 1
+    words = {"cured": "no longer found" if slower else "cured"}
     for word in ("cured", "appeared"):
         if found[word]:
-            print(f"{word}: {', '.join(found[word])}")
+            print(f"{words.get(word, word)}: {', '.join(found[word])}")
+
+
+def starts_ms(ranks):
+    """Return when each recording begins, in ms after the earliest one.
+
+    By the recorders' clocks; where these have no moment in common, the
+    ranks cannot be set against each other and all begin at 0.
+    """
+    begins = np.array([rank.trace.base_us for rank in ranks]) / 1e3
+    ends = begins + [rank.span / 1e6 for rank in ranks]
+    if begins.max() >= ends.min():
+        return np.zeros(len(ranks)), False
+    return begins - begins.min(), True
 
 
 def plot(ranks, path):
@@ -329,6 +359,8 @@ def plot(ranks, path):
     import matplotlib.pyplot as plt
 
     ranks = ranks[:16]
+    begins, aligned = starts_ms(ranks)
+    last = max(b + r.span / 1e6 for b, r in zip(begins, ranks, strict=True))
     figure, axes = plt.subplots(
         len(ranks),
         1,
@@ -337,20 +369,27 @@ def plot(ranks, path):
         layout="constrained",
     )
     seen = set()
-    for axis, rank in zip(axes[:, 0], ranks, strict=True):
+    for axis, rank, begin in zip(axes[:, 0], ranks, begins, strict=True):
         columns = np.linspace(0, rank.span, 501).astype(np.int64)
         table = shares_over_time(rank.account, columns)
-        x = (columns[:-1] + columns[1:]) / 2e6
+        x = begin + (columns[:-1] + columns[1:]) / 2e6
         seen |= set(np.flatnonzero(table.sum(axis=1)).tolist())
         axis.stackplot(
             x, table, colors=[COLOURS[name] for name in names.PARTS]
         )
         axis.set(
             ylabel=f"rank {rank.number}",
-            xlim=(0, rank.span / 1e6),
+            xlim=(0, last),
             ylim=(0, 1),
         )
-    axes[-1, 0].set_xlabel("ms into the trace")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.axvspan(begin, begin + rank.span / 1e6, fc="none", ec="k", lw=0.8)
+    label = "ms into the trace"
+    if len(ranks) > 1:
+        label = "ms after the first event of any rank, by their clocks"
+        if not aligned:
+            label = "ms into each trace (their clocks have no time in common)"
+    axes[-1, 0].set_xlabel(label)
     handles = [
         plt.Rectangle((0, 0), 1, 1, color=COLOURS[names.PARTS[code]])
         for code in sorted(seen)

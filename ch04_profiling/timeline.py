@@ -32,6 +32,7 @@ DARK = {"gemm", "communication", "copy_h2d", "idle_loader", "range"}
 DARK |= {"runtime call", "loader"}  # under white letters
 SHADE, PIXELS = "#ffd92f", 1380  # of overlap; across a picture
 DEPTH, THREADS, STREAMS = 8, 5, 12  # levels of a thread, and rows drawn
+BRIEF_NS = 100_000  # a call shorter than this starts nothing up
 
 
 @dataclass
@@ -78,6 +79,8 @@ def lanes(trace, account):
         for kind, name in (divmod(p, len(trace.names)) for p in pairs.tolist())
     ]
     kinds = np.array(table, object)[place]
+    brief = trace.end - trace.start < BRIEF_NS
+    kinds[brief & (kinds == "start-up")] = "runtime call"
     kinds[account.gpu] = np.array(names.PARTS, object)[account.work]
     order = np.lexsort((trace.kind, trace.lane))
     place = trace.lane.astype(np.int64)[order] * 2
@@ -108,6 +111,8 @@ def _host_kind(kind, name):
     meaning = names.host_meaning(kind, name)
     if meaning in MEANINGS:
         return MEANINGS[meaning]
+    if kind == names.RUNTIME and names.QUERY_NAME.match(name):
+        return "start-up"  # the first one, which is long
     if kind in (names.RANGE, names.PYTHON) or names.STEP.match(name):
         return "range"
     return "runtime call" if kind == names.RUNTIME else "operator"
@@ -180,7 +185,7 @@ def picture(trace, account, low, high, title=""):
     above, axes = figure.subplots(2, height_ratios=[1, max(rows / 4, 1)])
     _overview(above, account, low, high, trace.window)
     above.set_title(title, loc="left", fontsize=10)
-    owned = account.parts_ns(low, high)
+    owned = account.parts_ns()
     seen = {part: COLOURS[part] for part in names.PARTS if owned[part]}
     at, ticks = 0.0, []
     if streams:
@@ -206,17 +211,24 @@ def picture(trace, account, low, high, title=""):
     axes.set(xlim=(low / 1e6, high / 1e6), ylim=(max(at, 1), -1))
     axes.set_xlabel(f"ms into the trace{more}")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    labels = {}  # what owns the time, and what a thread does, share colours
-    for kind, colour in seen.items():
-        labels.setdefault(colour, []).append(kind.replace("_", " "))
-    figure.legend(
-        [Patch(color=colour) for colour in labels],
-        [", ".join(kinds) for kinds in labels.values()],
-        ncols=7,
-        loc="outside lower center",
-        fontsize=8,
-        frameon=False,
-    )
+    for place, title, kinds in (
+        ("upper", "the GPU's time: who owns it", COLOURS),
+        ("lower", "what a thread does", HOST),
+    ):
+        shown = {kind: seen[kind] for kind in seen if kind in kinds}
+        if place == "upper" and "overlap" in seen:
+            shown["overlap"] = SHADE
+        if shown:
+            figure.legend(
+                [Patch(color=colour) for colour in shown.values()],
+                [kind.replace("_", " ") for kind in shown],
+                title=title,
+                ncols=8,
+                loc=f"outside {place} center",
+                fontsize=8,
+                title_fontsize=8,
+                frameon=False,
+            )
     return figure
 
 

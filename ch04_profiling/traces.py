@@ -15,7 +15,7 @@ import zlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -29,11 +29,14 @@ LARGEST_TRACE = 8 << 30  # bytes of JSON of one trace, unpacked
 LARGEST_COUNT = 20_000_000  # events kept of one trace: about 1 GB
 BOMB_BYTES, BOMB_RATIO = 64 << 20, 300  # traces pack 8 to 40 times
 LONGEST_US = 86_400e6  # of one recording: what lies further off is a fault
+LONG_FRAME_US = 500.0  # a Python frame whose name can explain a gap
 SHRINK = (
     "record fewer steps (torch.profiler.schedule(wait=…, warmup=…, "
     "active=3)), without with_stack and profile_memory"
 )
 SUFFIXES = (".json", ".json.gz", ".gz", ".tar", ".tgz")
+LONGEST_NAME = 2000  # characters of an event's name that are looked at
+MOST_CATEGORIES = 100  # that are counted
 BATCHED = {"aten::conv2d", "aten::embedding", "aten::linear", "aten::conv1d"}
 
 
@@ -57,6 +60,7 @@ class Trace:
     base_us: float  # of time 0, on the recorder's clock
     warnings: list = field(default_factory=list)
     batch: int | None = None  # first dimension of the first layers' inputs
+    frames: list = field(default_factory=list)  # long ones of Python
 
     def __getattr__(self, name):
         try:
@@ -271,11 +275,13 @@ class _Columns:
         self.correlation, self.bytes = array("q"), array("q")
         self.known, self.names, self.lanes = {}, [], {}
         self.base = None
-        self.wide = [float("inf"), float("-inf")]  # of frames not kept
+        self.wide = [float("inf"), float("-inf")]  # of Python's frames
+        self.frames = []  # of the long ones: start, length, name, lane
         self.window_end = None
         self.count = self.bad = self.indices = 0
         self.lowest, self.highest = float("inf"), -1
         self.batches, self.open = Counter(), {}
+        self.unknown = {}  # category: events, of those that are not kept
         self.rates = []  # recorded GB/s against bytes and dur: the unit
 
     def add(self, event):
@@ -312,6 +318,8 @@ class _Columns:
             known = self._introduce(key, event.get("pid"))
         kind, name = known
         if kind < 0:
+            if name in self.unknown:
+                self.unknown[name] += 1
             return
         if not length >= 0 or length > LONGEST_US * 1e3:
             raise ValueError("a length that cannot be")
@@ -319,8 +327,11 @@ class _Columns:
             self.base = start
         self.count += 1
         arguments = event.get("args") or {}
-        if name < 0:  # a Python frame: when it was, not what
+        if name < 0:  # a Python frame: of a short one when it was, not what
             start -= self.base
+            if length >= LONG_FRAME_US * (1e3 if self.base > 1e17 else 1):
+                lane = str(event.get("pid")), str(event.get("tid"))
+                self.frames.append((start, length, key[1], lane))
             if start < self.wide[0]:
                 self.wide[0] = start
             if start + length > self.wide[1]:
@@ -360,15 +371,22 @@ class _Columns:
             raise TypeError("a name that is none")
         if category is None:
             category = _LEGACY.get(process, "")
-        kind = names.KINDS.get(str(category).lower(), -1)
+        category = str(category).lower()
+        kind = names.kind_of(category)
         place = -1
+        if kind < 0 and category not in names.PASSED_OVER:
+            if len(self.unknown) < MOST_CATEGORIES:
+                self.unknown.setdefault(category, 0)
+            self.known[key] = kind, category
+            return kind, category
         if kind == names.PYTHON:
-            if names.host_meaning(kind, name) != names.NOTHING:
+            short = name[:LONGEST_NAME]
+            if names.host_meaning(kind, short) != names.NOTHING:
                 place = len(self.names)
         elif kind >= 0:
             place = len(self.names)
         if place >= 0:
-            self.names.append(name)
+            self.names.append(name[:LONGEST_NAME])
         self.known[key] = kind, place
         return kind, place
 
@@ -587,6 +605,12 @@ def _finish(text, columns, header, damaged, label):
         columns=kept,
         window=(0, int(ns(np.float64(high)))),
         base_us=_as_float(columns.base) / divisor + float(low),
+        frames=[
+            (int(ns(begin / divisor)), round(took / divisor * 1e3), *where)
+            for begin, took, *where in columns.frames
+            if took / divisor >= LONG_FRAME_US
+            and abs(begin / divisor - middle) < LONGEST_US
+        ],
     )
     if text.cut:
         trace.warn(
@@ -600,7 +624,8 @@ def _finish(text, columns, header, damaged, label):
             f"{bad} entries could not be read as timed events and were left "
             "out",
         )
-    if columns.indices > 1:
+    operators = (kept["kind"] == names.OPERATOR).any()
+    if columns.indices > 1 and operators:
         numbered = columns.highest - columns.lowest + 1
         if numbered > 3 * columns.indices + 100:
             trace.warn(
@@ -609,10 +634,38 @@ def _finish(text, columns, header, damaged, label):
                 "events are in the file: idle time is an upper bound, "
                 "because work that was left out looks like waiting",
             )
+    _warn_of_categories(trace, columns.unknown)
     if columns.batches:
         (_, size), _ = columns.batches.most_common(1)[0]
         trace.batch = size if isinstance(size, int) and size > 0 else None
     return trace
+
+
+def _warn_of_categories(trace, unknown):
+    """Say which kinds of events were left out, and how many of each."""
+    foreign = {n: c for n, c in unknown.items() if names.FOREIGN.match(n)}
+    other = {n: c for n, c in unknown.items() if n not in foreign}
+    if foreign:
+        trace.warn(
+            "unknown-device",
+            f"{_counted(foreign)} are of a device other than CUDA and ROCm "
+            "ones, whose names of work are not understood: what it did, and "
+            "when it was idle, cannot be said; shares leave it out",
+        )
+    if other:
+        trace.warn(
+            "unknown-categories",
+            f"{_counted(other)} are of categories that are not read here, "
+            "and were left out",
+        )
+
+
+def _counted(events):
+    rows = sorted(events.items(), key=lambda row: -row[1])
+    said = ", ".join(f"{count:,} × {name[:40]}" for name, count in rows[:5])
+    more = f" and {len(rows) - 5} more kinds" if len(rows) > 5 else ""
+    said = "".join(c if c.isprintable() else " " for c in said)
+    return f"events ({said}{more})"
 
 
 # ---- files ---------------------------------------------------------------
@@ -625,8 +678,9 @@ def read(paths):
         paths: of .json, .json.gz, .tar, .tar.gz files or folders of these.
 
     Returns:
-        A list of Trace; a file of several that cannot be read is left out
-        and said so in the first trace's warnings.
+        A list of Trace, one of each process: of several recordings one
+        after another the last.  What is left out, or cannot be read, is
+        said in the warnings.
 
     Raises:
         Refusal: nothing there, or nothing readable.
@@ -648,9 +702,79 @@ def read(paths):
         raise bench.Refusal(
             refused[0] if refused else f"no trace in {', '.join(paths)}"
         )
+    found = _one_cycle(found)
     for sentence in refused:
         found[0].warn("unreadable", sentence)
     return sorted(found, key=lambda t: (t.rank is None, t.rank or 0, t.label))
+
+
+_WORKER = re.compile(r"^(.+?)\.\d{6,}\.pt\.trace\.json", re.IGNORECASE)
+
+
+def _process(trace):
+    """Say what the recordings of one process have in common."""
+    if trace.rank is not None:
+        return f"of rank {trace.rank}"
+    label = PurePosixPath(trace.label.replace("\\", "/")).name
+    if found := _WORKER.match(label):  # host_pid.time.pt.trace.json
+        return f"of process {found[1]}"
+    hosts = trace.lane[trace.kind != names.GPU]
+    if not len(hosts):
+        return f"of {trace.label}"
+    return f"of process {trace.lanes[np.bincount(hosts).argmax()][0]}"
+
+
+def _clock_us(trace):
+    """Return when a recording began and ended, on its recorder's clock."""
+    return trace.base_us, trace.base_us + trace.window[1] / 1e3
+
+
+def _one_cycle(found):
+    """Keep one recording of each process, of the same time.
+
+    A profiler with a schedule writes a file for each of its cycles.  They
+    are no ranks: nothing in one waits for anything in another.
+    """
+    found = sorted(found, key=_clock_us)
+    runs = _apart([trace for trace in found if trace.rank is None])
+    groups = {}
+    for trace in found:
+        of = "that name no rank" if runs else _process(trace)
+        if trace.rank is not None:
+            of = _process(trace)
+        groups.setdefault(of, []).append(trace)
+    cycles = {of: group for of, group in groups.items() if _apart(group)}
+    single = [group for of, group in groups.items() if of not in cycles]
+    kept = [trace for group in single for trace in group]
+    if not cycles:
+        return kept
+    begin, end = _clock_us(min(single or cycles.values(), key=len)[-1])
+
+    def common_us(trace):
+        first, last = _clock_us(trace)
+        return min(end, last) - max(begin, first)
+
+    for of, group in cycles.items():
+        chosen = max(group, key=common_us)
+        kept.append(chosen)
+        left = [PurePosixPath(t.label).name for t in group if t is not chosen]
+        chosen.warn(
+            "several-cycles",
+            f"{len(group)} recordings {of}, one after another "
+            "(torch.profiler.schedule writes one for each cycle): "
+            f"{PurePosixPath(chosen.label).name} is read, left out: "
+            f"{', '.join(left[:4])}{', …' if len(left) > 4 else ''}",
+        )
+    return kept
+
+
+def _apart(group):
+    """Say whether several recordings, sorted, follow each other."""
+    times = [_clock_us(trace) for trace in group]
+    return len(group) > 1 and all(
+        one[1] - two[0] <= 0.05 * min(one[1] - one[0], two[1] - two[0])
+        for one, two in pairwise(times)
+    )
 
 
 def _files(path):

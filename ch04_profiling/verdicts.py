@@ -1,8 +1,9 @@
 """Parts of a span become at most three findings, each with its evidence.
 
 A finding says what would be gained at most if it were cured: the time it
-owns.  Waiting is named before working, because it can be removed; a GPU that
-computes nearly all the time is a finding only when little else is.
+owns.  Waiting is named before working, because it can be removed; what a GPU
+that is hardly ever idle works at comes first only where it computes nearly
+all the time.
 """
 
 import re
@@ -11,10 +12,14 @@ import numpy as np
 
 from ch04_profiling import event_names as names
 from ch04_profiling.accounting import (
+    ALLOCATION,
     CODE,
+    LONG_CALL_NS,
     account,
+    inside,
     of_gpu_job,
     overlap_ns,
+    seen,
 )
 
 NOTABLE = 0.05  # of the span: less is not worth a finding
@@ -22,6 +27,7 @@ HOST_NOTABLE = 0.10  # some launch overhead is in every program
 CPU_NOTABLE = 0.30  # and calling operators is more of a CPU program's time
 STARTING = 0.10  # of start-up in a profile that should be of steps
 COMPUTING = 0.80  # from here on the GPU itself is the bottleneck
+LITTLE_IDLE = 0.10  # below, what it works at is worth a finding too
 MOST = 3  # findings
 
 FEW_EVENTS, SHORT_NS = 20, 5_000_000
@@ -41,6 +47,10 @@ CURES = {
     "no-gpu-events": ("4.3.1", "ch04_profiling.profile_ops"),
 }
 KINDS = list(CURES)
+IN_PYTHON = "4.5.1", "ch04_profiling.py_spy"
+ALLOCATING = "7.1", "ch07_memory.caching_allocator"
+COPYING = "6.4.1", "ch06_single_gpu_perf.tensor_creation"
+WORKING = ("compute-bound", "bandwidth-bound")
 
 
 class Rank:
@@ -55,14 +65,39 @@ class Rank:
     def share(self, *parts):
         return sum(self.parts[p] for p in parts) / self.span
 
+    def share_in(self, part, union):
+        """Return how much of the span is a part's and in merged intervals."""
+        mine = self.account.owner == CODE[part]
+        bounds = self.account.bounds
+        pieces = bounds[:-1][mine], bounds[1:][mine]
+        return overlap_ns(pieces, union) / self.span
+
+    @property
+    def allocating(self):
+        """Return the share in which each step reserves its memory anew."""
+        return self.share_in("idle_start_up", self.account.allocating)
+
+    @property
+    def queued(self):
+        """Return the share in which launched work did not start."""
+        lows, highs, _ = self.account.queued
+        return self.share_in("idle_unknown", (lows, highs))
+
+    @property
+    def working(self):
+        """Return the share in which kernels, copies on it or fills ran."""
+        return self.share(*names.COMPUTE, "copy_d2d")
+
     def at(self, ns):
         """Write a time into the trace."""
         return f"{ns / 1e6:.3f} ms"
 
-    def longest(self, part):
+    def longest(self, part, without=None):
         """Return (length, start) in ns of a part's longest piece."""
         account = self.account
         mine = np.flatnonzero(account.owner == CODE[part])
+        if without is not None:
+            mine = mine[~inside(without, account.bounds[mine])]
         if not len(mine):
             return 0, 0
         lengths = np.diff(account.bounds)[mine]
@@ -93,6 +128,12 @@ class Rank:
     def sampled(self):
         return any(w["kind"] == "sampled" for w in self.trace.warnings)
 
+    @property
+    def empty(self):
+        """Say whether nothing but marks and ranges was recorded."""
+        known = self.share("idle_loader", "idle_compilation")
+        return not (known or self.account.on_gpu or seen(self.trace))
+
 
 def _finding(kind, rank, share, gain, evidence, cure=None):
     section, script = cure or CURES[kind]
@@ -109,6 +150,10 @@ def _finding(kind, rank, share, gain, evidence, cure=None):
 
 def _ms(ns):
     return f"{ns / 1e6:,.1f} ms" if ns >= 100_000 else f"{ns / 1e3:.1f} µs"
+
+
+def _counted(count, noun):
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _percent(share):
@@ -131,7 +176,7 @@ def data_bound(rank):
     )
     evidence = (
         f"the step waits {_ms(total)} ({_percent(total / rank.span)} of the "
-        f"span) in {len(starts)} calls of {loaders[-1]}; for "
+        f"span) in {_counted(len(starts), 'call')} of {loaders[-1]}; for "
         f"{_ms(rank.parts['idle_loader'])} of it the device had nothing to "
         f"do, longest {_ms(length)} at {rank.at(start)}"
     )
@@ -141,11 +186,16 @@ def data_bound(rank):
 def host_bound(rank):
     """The device waits for operators, launches and Python of the host."""
     account, trace = rank.account, rank.trace
-    share = rank.share("idle_host")
+    if not seen(trace):
+        return None
+    share, memory = rank.share("idle_host"), rank.allocating
     # before the first work and after the last, nothing was waited for
     low, high = rank.gpu_window()
     unseen = account.parts_ns(low, high)["idle_unknown"] / rank.span
-    if share + unseen < (HOST_NOTABLE if account.on_gpu else CPU_NOTABLE):
+    unseen = max(unseen - rank.queued, 0.0)
+    total = share + unseen + memory
+    enough = HOST_NOTABLE if account.on_gpu else CPU_NOTABLE
+    if total < enough and memory < NOTABLE:
         return None
     length, start = rank.longest("idle_host")
     gaps = int((account.owner == CODE["idle_host"]).sum())
@@ -170,18 +220,118 @@ def host_bound(rank):
         tiny, median = _tiny_operators(rank)
         said.append(f"{tiny:,} operators of a median of {median:.1f} µs")
         cure = "6.2.2", "ch06_single_gpu_perf.fused_operators"
+    said += _long_launches(rank)
+    python = _python_between(rank)
+    if 5 * python >= total:
+        said.append(_where_in_python(rank, python))
+    if 5 * memory >= total:
+        said.append(_reserving(rank, memory))
+    if max(python, memory) * 2 > total:
+        cure = IN_PYTHON if python > memory else ALLOCATING
     if unseen > NOTABLE:
-        length, start = rank.longest("idle_unknown")
+        length, start = rank.longest("idle_unknown", account.queued[:2])
         said.append(
             f"for {_percent(unseen)} of the span no recorded event says what "
-            f"the host did, longest {_ms(length)} at {rank.at(start)} "
-            "(with_stack=True records the Python in it)"
+            f"the host did, longest {_ms(length)} at {rank.at(start)}"
         )
     if rank.sampled:
         said.append("events are missing, so this is an upper bound")
     evidence = "; ".join(said)
-    total = share + unseen
     return _finding("host-bound", rank, total, total, evidence, cure)
+
+
+def _long_launches(rank):
+    """Name the launches of which every one takes milliseconds."""
+    trace, said = rank.trace, []
+    took = trace.end - trace.start
+    runtime = trace.kind == names.RUNTIME
+    for at in np.unique(trace.name[runtime & (took > LONG_CALL_NS)]).tolist():
+        name = trace.names[at]
+        if names.host_meaning(names.RUNTIME, name) != names.ACTIVE:
+            continue
+        mine = took[runtime & (trace.name == at)]
+        middle = float(np.median(mine))
+        if "emcpy" not in name and len(mine) > 2 and middle > LONG_CALL_NS:
+            said.append(f"{len(mine)} × {name} take {_ms(middle)} each")
+    return said
+
+
+def _python_between(rank):
+    """Return the share in which the host ran Python outside of operators."""
+    if rank.sampled or not (rank.trace.kind == names.OPERATOR).any():
+        return 0.0  # operators may have been there
+    return rank.share_in("idle_host", rank.account.python)
+
+
+def _where_in_python(rank, share):
+    """Name the innermost functions or ranges around gaps of Python."""
+    lows, highs = rank.account.python
+    longest = np.argsort(lows - highs)[:200]
+    starts, ends, labels = _around(rank)
+    sums = {}
+    for low, high in zip(lows[longest], highs[longest], strict=True):
+        held = np.minimum(ends, high) - np.maximum(starts, low)
+        at = np.flatnonzero(5 * held >= 4 * (high - low))
+        at = at[np.argsort((ends - starts)[at], kind="stable")]
+        label = _innermost([labels[i] for i in at.tolist()])
+        sums[label] = sums.get(label, 0) + int(high - low)
+    known = sorted((label for label in sums if label), key=lambda n: -sums[n])
+    length, start = max(zip(highs - lows, lows, strict=True))
+    where, hint = "in Python", ""
+    if known and sum(sums[label] for label in known) > sums.get(None, 0):
+        known = [n for n in known[:2] if 10 * sums[n] > sums[known[0]]]
+        shown = [f"{name} ({_ms(sums[name])})" for name in known]
+        where = f"in {', '.join(shown)}"
+    elif not rank.trace.frames:
+        hint = " (py-spy, or a recording with_stack=True, names the function)"
+    return (
+        f"for {_percent(share)} of the span the host was {where}, outside of "
+        f"any operator, longest {_ms(length)} at {rank.at(start)}{hint}"
+    )
+
+
+def _around(rank):
+    """Return starts, ends and names of long Python frames and ranges."""
+    trace, account = rank.trace, rank.account
+    marks = np.array([bool(names.STEP.match(n)) for n in trace.names])
+    chosen = (trace.kind == names.RANGE) & ~marks[trace.name]
+    chosen &= np.isin(trace.lane, account.lanes)
+    events = np.flatnonzero(chosen)
+    feeding = {trace.lanes[lane] for lane in account.lanes.tolist()}
+    frames = [f for f in trace.frames if f[3] in feeding]
+    starts = [*trace.start[events].tolist(), *(f[0] for f in frames)]
+    ends = [*trace.end[events].tolist(), *(f[0] + f[1] for f in frames)]
+    labels = [trace.names[n] for n in trace.name[events].tolist()]
+    labels += [f[2] for f in frames]
+    return np.array(starts, np.int64), np.array(ends, np.int64), labels
+
+
+def _innermost(labels):
+    """Return a name for where a thread was, given frames from inside out."""
+    if not labels:
+        return None
+    own = next((n for n in labels if not n.startswith("<built-in")), None)
+    if own is None:
+        return labels[0]
+    called = f" → {labels[0]}" if labels[0].startswith("<built-in") else ""
+    # without the folders
+    return re.sub(r"^.*[/\\](?=[^/\\]*\.py\()", "", own) + called
+
+
+def _reserving(rank, share):
+    """Name the calls that give memory back and reserve it in every step."""
+    trace, account = rank.trace, rank.account
+    named = np.array([bool(ALLOCATION.match(n)) for n in trace.names])
+    calls = named[trace.name] & (trace.kind == names.RUNTIME)
+    calls &= inside(account.allocating, trace.start)
+    found, counts = np.unique(trace.name[calls], return_counts=True)
+    order = np.argsort(-counts)[:3]
+    shown = ", ".join(f"{counts[i]} × {trace.names[found[i]]}" for i in order)
+    return (
+        f"for {_percent(share)} of the span it reserves memory ({shown}): the "
+        "caching allocator frees and allocates in every step, as when memory "
+        "is short or fragmented"
+    )
 
 
 def _tiny_operators(rank):
@@ -339,7 +489,8 @@ def transfer_bound(rank):
             "the GPU had nothing to do"
         )
     cure = None
-    if pageable * 2 < sum(row["us"] for row in rows.values()):
+    across = [row["us"] for part, row in rows.items() if part != "copy_d2d"]
+    if pageable * 2 < sum(across):
         cure = "6.1.3", "ch06_single_gpu_perf.overlap_copies"
     return _finding("transfer-bound", rank, share, share, evidence, cure)
 
@@ -386,7 +537,7 @@ def collectives(rank):
 
 def start_up(rank):
     """CUDA is initialised, memory reserved, code loaded; or little else."""
-    share = rank.share("idle_start_up")
+    share = rank.share("idle_start_up") - rank.allocating
     low, _ = rank.gpu_window()
     late = rank.begins_late
     if share < STARTING and not late:
@@ -458,32 +609,36 @@ def compilation(rank):
 
 
 def working(rank):
-    """Name what the device computes, where it computes all the time."""
+    """Name what the device works at, where it works nearly all the time."""
     products = rank.share("gemm", "attention")
-    streams = rank.share("elementwise", "optimizer")
+    moved = rank.share("copy_d2d")
+    streams = rank.share("elementwise", "optimizer") + moved
     unknown = rank.share("other_kernel")
     kind, share, parts = "compute-bound", products, ("gemm", "attention")
     if streams > products:
         kind, share = "bandwidth-bound", streams
-        parts = ("elementwise", "optimizer")
+        parts = ("elementwise", "optimizer", "copy_d2d")
     if unknown > share:  # neither kind can be told from a name of one's own
         kind, share, parts = "compute-bound", unknown, ("other_kernel",)
-    device = "GPU" if rank.account.on_gpu else "CPU"
-    total = rank.share(*names.COMPUTE)
+    what = "GPU" if rank.account.on_gpu else "CPU"
+    total = rank.working
     top = ", ".join(f"{n} ({_ms(ns)})" for n, ns in _top_work(rank, parts))
     also = ""
+    if moved >= NOTABLE / 5:
+        also = f" (copies on the device and fills {_percent(moved)})"
     if unknown > share / 2:
-        also = f", of unknown kind {_percent(unknown)}"
+        also += f", of unknown kind {_percent(unknown)}"
     low, high = rank.gpu_window()
     busy = sum(rank.parts[p] for p in names.WORK) / max(high - low, 1)
     evidence = (
-        f"the {device} computes {_percent(total)} of the span (it is busy "
+        f"the {what} works {_percent(total)} of the span (it is busy "
         f"{_percent(busy)} from its first to its last event): products and "
-        f"attention {_percent(products)}, element-wise and optimizer "
-        f"{_percent(streams)}{also}; most in {top}; the host has "
-        f"{_percent(rank.share(*names.IDLE))} to gain at most"
+        f"attention {_percent(products)}, element-wise, copies and optimizer "
+        f"{_percent(streams)}{also}; most in {top}; idle "
+        f"{_percent(rank.share(*names.IDLE))}"
     )
-    found = _finding(kind, rank, share, share, evidence)
+    cure = COPYING if streams > products and 2 * moved > streams else None
+    found = _finding(kind, rank, share, share, evidence, cure)
     if parts == ("other_kernel",):  # what bounds it, counters must say
         found |= {
             "section": "4.4.2",
@@ -492,18 +647,37 @@ def working(rank):
     return found
 
 
+def copying(rank):
+    """Copies on the device and fills use its memory, and compute nothing."""
+    share = rank.share("copy_d2d")
+    if not rank.account.on_gpu or share < NOTABLE:
+        return None
+    row = copies(rank)["copy_d2d"]
+    top = ", ".join(
+        f"{n} ({_ms(ns)})" for n, ns in _top_work(rank, ["copy_d2d"])
+    )
+    length, start = rank.longest("copy_d2d")
+    evidence = (
+        f"{row['count']:,} copies on the device and fills, {top}; "
+        f"{_ms(rank.parts['copy_d2d'])} of it beside no computing, longest "
+        f"{_ms(length)} at {rank.at(start)}: clones, contiguous(), "
+        "concatenations and zeros read and write memory, and compute nothing"
+    )
+    return _finding("bandwidth-bound", rank, share, share, evidence, COPYING)
+
+
 def _top_work(rank, parts, count=3):
     trace, account = rank.trace, rank.account
     mine = account.gpu[np.isin(account.work, [CODE[c] for c in parts])]
-    if not len(mine):
+    sums = np.zeros(len(trace.names), np.int64)
+    np.add.at(sums, trace.name[mine], (trace.end - trace.start)[mine])
+    events, kinds, starts, ends = account.between
+    kept = np.isin(kinds, [CODE[c] for c in parts])
+    np.add.at(sums, trace.name[events[kept]], (ends - starts)[kept])
+    best = [n for n in np.argsort(-sums)[:count] if sums[n] > 0]
+    if not best:
         return [("nothing", 0)]
-    sums = np.bincount(
-        trace.name[mine], (trace.end - trace.start)[mine], len(trace.names)
-    )
-    best = np.argsort(-sums)[:count]
-    return [
-        (_short(trace.names[n]), int(sums[n])) for n in best if sums[n] > 0
-    ]
+    return [(_short(trace.names[n]), int(sums[n])) for n in best]
 
 
 def _short(name):
@@ -519,6 +693,7 @@ WAITS = (
     communication_bound,
     start_up,
     compilation,
+    copying,
 )
 
 
@@ -535,10 +710,16 @@ def findings_of(rank):
     found.sort(
         key=lambda f: (rank.sampled and f["kind"] in upper, -f["gain_bound"])
     )
-    computing = rank.share(*names.COMPUTE)
-    if not rank.too_short and (computing >= COMPUTING or not found):
-        if computing >= NOTABLE:
-            found.insert(0, working(rank))
+    if not rank.too_short and rank.working >= NOTABLE:
+        waits = max((f["gain_bound"] for f in found), default=0.0)
+        idle = rank.share(*names.IDLE)
+        most = rank.working >= COMPUTING
+        most |= not found and rank.working > idle
+        if most or (idle < LITTLE_IDLE and 2 * waits < rank.working):
+            work = working(rank)
+            if work["kind"] == "bandwidth-bound":  # these copies included
+                found = [f for f in found if f["kind"] != work["kind"]]
+            found.insert(0 if most else len(found), work)
     if not rank.account.on_gpu:
         # what would stop a GPU is said before what keeps this CPU busy
         found.sort(key=lambda f: f["kind"] != "sync-bound")
@@ -548,14 +729,20 @@ def findings_of(rank):
 
 def _no_gpu(rank):
     gpu = of_gpu_job(rank.trace)
-    cut = any(said["kind"] == "truncated" for said in rank.trace.warnings)
+    said = {w["kind"]: w["text"] for w in rank.trace.warnings}
+    cut = "truncated" in said
     evidence = (
-        "no kernel is in the part of the file that could be read: it is cut "
-        "short, and kernels stand behind the host's events; copy it again"
+        said["unknown-device"]
+        if "unknown-device" in said
+        else "no kernel is in the part of the file that could be read: it is "
+        "cut short, and kernels stand behind the host's events; copy it again"
         if cut
         else "kernels were not recorded, though the program uses a GPU: add "
         "ProfilerActivity.CUDA, or this rank never launched any"
         if gpu
+        else "neither operators nor kernels are in the file: nothing was "
+        "recorded of what the program did (py-spy sees Python alone)"
+        if rank.empty
         else "no kernel and no copy is in the file: read as a CPU program, "
         "where the innermost operators are the work"
     )
@@ -652,7 +839,10 @@ def several(ranks):
     late = straggler(ranks)
     if late:
         ordered.append((late["gain_bound"], late))
-    ordered.sort(key=lambda pair: -pair[0])
+    busy = sum(rank.working for rank in ranks) / len(ranks) >= COMPUTING
+    ordered.sort(
+        key=lambda pair: (not busy and pair[1]["kind"] in WORKING, -pair[0])
+    )
     chosen = [finding for _, finding in ordered[:MOST]]
     if late and late not in chosen:
         chosen[-1] = late
@@ -672,25 +862,39 @@ def warnings_of(rank):
 
     if not account.on_gpu:
         warn("no-gpu-events", _no_gpu(rank)["evidence"])
-    start = rank.share("idle_start_up")
+    start = rank.share("idle_start_up") - rank.allocating
     if start >= STARTING or rank.begins_late:
         much = f" ({_percent(start)} of it)" if start >= STARTING else ""
-        worth = "not worth reading"
+        worth = "it is not worth reading as a picture of the program's steps"
         if STARTING <= start < 0.5:
-            worth = "the rest is worth reading, its totals are not"
+            worth = "what follows it is worth reading, the totals are not"
         warn(
             "start-up",
-            f"the program's start is in the recording{much}: {worth} as a "
-            "picture of its steps; record after a warm-up "
-            "(torch.profiler.schedule)",
+            f"the program's start is in the recording{much}: {worth}; record "
+            "after a warm-up (torch.profiler.schedule)",
         )
-    if rank.share("idle_unknown") > 0.5:
+    unknown = rank.share("idle_unknown") - rank.queued
+    if unknown > 0.5 and seen(trace):
         warn(
             "unexplained-idle",
-            f"{_percent(rank.share('idle_unknown'))} of the span is idle and "
+            f"{_percent(unknown)} of the span is idle and "
             "no event says why: not worth reading, unless the program did "
             "something else meanwhile; an event with a wrong clock also "
             "looks like this",
+        )
+    if rank.queued >= NOTABLE:
+        lows, highs, launched = account.queued
+        most = int(np.argmax(highs - lows))
+        before = f"{_ms(int(lows[most] - launched[most]))} before that"
+        if launched[most] <= trace.window[0]:
+            before = "before the recording began"
+        warn(
+            "queued-work",
+            f"for {_percent(rank.queued)} of the span work was launched and "
+            f"did not start: longest {_ms(int((highs - lows)[most]))} at "
+            f"{rank.at(lows[most])}, launched {before}. It waits for another "
+            "stream or rank, or inside a graph, or events are missing; the "
+            "host is not to blame",
         )
     if rank.share("idle_compilation") >= NOTABLE:
         warn(
@@ -700,10 +904,11 @@ def warnings_of(rank):
         )
     if rank.too_short:
         calls = _named_calls(rank)
+        waits = f"; the host waits in {calls}" if calls else ""
         warn(
             "too-short",
-            f"{len(account.gpu)} GPU events in {_ms(rank.span)}: too short "
-            "to judge" + (f"; the host waits in {calls}" if calls else ""),
+            f"{_counted(len(account.gpu), 'GPU event')} in {_ms(rank.span)}: "
+            f"too short to judge{waits}",
         )
     if len(account.steps) == 1:
         warn(
@@ -720,11 +925,17 @@ def warnings_of(rank):
     if rows and all(row["bytes"] is None for row in rows.values()):
         warn("no-byte-counts", "copies were recorded without their bytes")
     if account.on_gpu:
-        if not (trace.kind != names.GPU).any():
+        if not seen(trace):
             warn(
                 "no-host-events",
-                "nothing of the host was recorded (ProfilerActivity.CPU): "
-                "why the GPU is idle cannot be said",
+                "no operator and no call of the host was recorded "
+                "(ProfilerActivity.CPU): why the GPU is idle cannot be said",
+            )
+        elif not (trace.kind == names.OPERATOR).any():
+            warn(
+                "no-operators",
+                "no operator was recorded: what the host did between its "
+                "calls of the driver cannot be said",
             )
         known = float((account.launch >= 0).mean()) if len(account.gpu) else 1
         if known < 0.5:
@@ -819,8 +1030,8 @@ def rank_row(rank):
         "rank": rank.number,
         "file": rank.trace.label,
         "world": rank.trace.world,
-        "device": _device(rank.trace),
-        "span_us": rank.span / 1e3,
+        "device": device(rank.trace),
+        "span_us": account.span_ns / 1e3,
         "parts": {name: ns / 1e3 for name, ns in rank.parts.items()},
         "hidden": {
             name: (account.total_ns(name) - rank.parts[name]) / 1e3
@@ -852,7 +1063,8 @@ def rank_row(rank):
     }
 
 
-def _device(trace):
+def device(trace):
+    """Return the name of the first GPU in a trace's header, or None."""
     found = trace.header.get("deviceProperties")
     if isinstance(found, list) and found and isinstance(found[0], dict):
         return str(found[0].get("name", "")) or None

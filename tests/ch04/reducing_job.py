@@ -18,18 +18,25 @@ def main(folder, late):
     torch.set_num_threads(1)
     x, total = torch.ones(300, 300), torch.ones(1000)
 
-    def step():
+    def step(pause_s=0.0):
         for _ in range(5):
             x @ x
-        if str(rank.rank) == late:
-            time.sleep(0.2)
+        time.sleep(pause_s)
         dist.all_reduce(total)
 
-    step()
+    # neighbours delay every rank: late is what is far later than they make
+    longest_s = torch.zeros(1)
+    for _ in range(8):
+        begun = time.perf_counter()
+        step()
+        longest_s[0] = max(float(longest_s), time.perf_counter() - begun)
+    dist.all_reduce(longest_s, dist.ReduceOp.MAX)
+    pause_s = min(max(0.2, 8 * float(longest_s)), 4.0)
+    pause_s *= str(rank.rank) == late
     with torch.profiler.profile() as run:
         for number in range(4):
             with torch.profiler.record_function(f"ProfilerStep#{number}"):
-                step()
+                step(pause_s)
     run.export_chrome_trace(f"{folder}/rank{rank.rank}.json")
     ranks.finish()
 

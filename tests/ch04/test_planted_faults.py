@@ -142,7 +142,7 @@ def test_a_late_rank_under_gloo(late, tmp_path):
         }
         started.append(subprocess.Popen(words, env=os.environ | place))
     try:
-        assert [process.wait(120) for process in started] == [0, 0, 0]
+        assert [process.wait(300) for process in started] == [0, 0, 0]
     finally:
         for process in started:
             process.kill()
