@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import slow_link
+from benchmarks import known_link
 from common.bench import Mismatch
 
 
@@ -10,7 +10,7 @@ def measured(share, monkeypatch):
     """Let chapter 2's script find this share of any rate."""
 
     def rows(words):
-        rate = slow_link.collective_bandwidth.rate_of(
+        rate = known_link.collective_bandwidth.rate_of(
             words[words.index("--rate") + 1]
         )
         fits = [
@@ -20,14 +20,14 @@ def measured(share, monkeypatch):
         ]
         return [{"name": "all-reduce", "link_percent": None}, *fits]
 
-    monkeypatch.setattr(slow_link.collective_bandwidth, "main", rows)
-    monkeypatch.setattr(slow_link.bench, "record", lambda *a, **k: None)
+    monkeypatch.setattr(known_link.collective_bandwidth, "main", rows)
+    monkeypatch.setattr(known_link.bench, "record", lambda *a, **k: None)
 
 
 def test_the_all_reduces_fit_is_held_against_the_rate(monkeypatch):
     measured(0.97, monkeypatch)
-    rows = slow_link.main(["--device", "cpu"])
-    assert [row["name"] for row in rows] == list(slow_link.RATES)
+    rows = known_link.main(["--device", "cpu"])
+    assert [row["name"] for row in rows] == list(known_link.RATES)
     assert rows[1]["set_bytes_per_s"] == 100e6 / 8
     assert rows[1]["fit_bytes_per_s"] == pytest.approx(0.97 * 100e6 / 8)
 
@@ -36,5 +36,5 @@ def test_the_all_reduces_fit_is_held_against_the_rate(monkeypatch):
 def test_a_wrong_fit_fails(share, monkeypatch):
     measured(share, monkeypatch)
     with pytest.raises(Mismatch, match="50mbit, 100mbit, 400mbit"):
-        slow_link.main(["--device", "cpu"])
-    assert slow_link.main(["--smoke", "--device", "cpu"])
+        known_link.main(["--device", "cpu"])
+    assert known_link.main(["--smoke", "--device", "cpu"])

@@ -4,7 +4,7 @@ Question  Two hosts stand in two network namespaces, and their cable is
           slowed down: which share of the rate that was set does the fitted
           all-reduce find?
 Expect    within 20% of it at every rate: time is start + bytes / bandwidth
-Run       python -m benchmarks.slow_link [--smoke] [--save]   (Linux, root)
+Run       python -m benchmarks.known_link [--smoke] [--save]   (Linux, root)
 """
 
 from ch02_hardware import collective_bandwidth
