@@ -164,7 +164,7 @@ def pairs(size, disk_size, folder, smoke, loops):
         (
             MEMMOVE,
             "mbw",
-            lambda: rate(2, ctypes.memmove, *at[:2], size),
+            lambda: rate(2, ctypes.memmove, a.data_ptr(), b.data_ptr(), size),
             lambda: by_mbw(size, repeats),
         ),
         (

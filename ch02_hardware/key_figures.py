@@ -139,7 +139,8 @@ def all_reduce(device, smoke):
             all_reduce_s, 2, sizes, repeats, device.type, timeout_s=120
         )
     except (RuntimeError, TimeoutError) as error:
-        first, *more = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
+        first, *more = lines or [type(error).__name__]
         words = [first.removesuffix("; its last lines:"), *more[-1:]]
         print(f"no all-reduce: {': '.join(words):.160}")
         return None

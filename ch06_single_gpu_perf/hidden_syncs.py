@@ -82,8 +82,13 @@ def running_line():
     owners = {torch.__file__.removesuffix("__init__.py"): "torch"}
     owners |= {"site-packages": "package", "dist-packages": "package"}
     owners |= {linecache.__file__.removesuffix("linecache.py"): "python"}
+    stacks = [sys._getframe(1), *sys._current_frames().values()]
+    stacks = [[*traceback.walk_stack(frame)] for frame in stacks]
+    called = [[f.f_code.co_qualname for f, _ in stack] for stack in stacks]
+    # a GPU's backward runs in a thread of its own, which the step's awaits
+    runs = stacks[next(i for i, c in enumerate(called) if "hidden_syncs" in c)]
     lines, left = [], False
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
+    for frame, line in dict.fromkeys(stacks[0] + runs):
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
         whose = next((owners[at] for at in owners if at in file), "reader")
         if name.split(".")[0] != "hidden_syncs":
@@ -158,8 +163,8 @@ def hidden_syncs(step):
             if moves or named or not at(given):
                 at(out, put=put)
             waits = below.pop() and name != "one_hot"  # which a CPU checks
-            lazy = any(a is True for a in given)  # non_blocking
-            waits |= named and name == "to" and not lazy
+            own = [*args, (kwargs or {}).get("non_blocking")]
+            waits |= named and name == "to" and all(a is not True for a in own)
             if waits or name in rules and rules[name](at, given, out):
                 count(name, named)
             return out

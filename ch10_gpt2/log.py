@@ -247,6 +247,15 @@ def draw_memory(bars: list[tuple[str, dict]], title: str, path: Path):
 BIT = 1e-9  # drawn where the distance is nothing: a logarithm has no zero
 
 
+def distance(loss: float, other: float) -> float:
+    """Return how far apart two losses are; a loss that is no number is far.
+
+    It is left out of the drawing, and not drawn as equal.
+    """
+    apart = abs(loss / other - 1)
+    return BIT if apart < BIT else apart
+
+
 def draw_losses(rows: list[dict], about: str, path: Path) -> str | None:
     """Draw how far each step's losses are from its track's baseline."""
     rows = [r for r in rows if len(r["losses"]) > 1]
@@ -257,7 +266,7 @@ def draw_losses(rows: list[dict], about: str, path: Path) -> str | None:
     for row in rows:
         known = first.setdefault(row["track"], row["losses"])
         pairs = zip(row["losses"], known, strict=False)
-        apart = tuple(max(BIT, abs(a / b - 1)) for a, b in pairs)
+        apart = tuple(distance(a, b) for a, b in pairs)
         name = f"{row['section']} {row['step']}"
         curves.setdefault(apart, []).append(name)
     figure, axes = _figure(9, 3.6 + 0.25 * len(curves))

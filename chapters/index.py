@@ -142,7 +142,7 @@ def compared(entry: dict) -> tuple[str, str]:
     """
     tables: dict = {}
     for row in entry["rows"]:
-        if row.get("ratio") is not None:
+        if row.get("ratio") is not None and "ratio_interval" in row:
             tables.setdefault(row.get("title"), []).append(row)
     tables = {t: rows for t, rows in tables.items() if len(rows) > 1}
     if not tables:

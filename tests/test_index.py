@@ -41,6 +41,11 @@ def test_ratios():
     assert index.ratio(1.85, [1.8, 1.9], differs=False) == said
 
 
+def test_a_ratio_that_nobody_timed_is_no_comparison():
+    rows = [{"name": name, "ratio": 19.09} for name in ("L1", "L2")]
+    assert index.compared({"rows": rows}) == ("", "recorded")
+
+
 def test_a_table_says_what_the_record_says():
     for found in toc.load().values():
         if found.kind != "chapter":

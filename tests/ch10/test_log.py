@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import sys
 
@@ -190,6 +191,12 @@ def test_pictures_name_model_and_machine(data, tmp_path, monkeypatch):
     for axes in said:
         title = axes.get_title()
         assert "gpt2-tiny" in title and data["machine"]["cpu"][:10] in title
+
+
+def test_no_number_is_not_drawn_as_equal():
+    assert log.distance(2.0, 2.0) == log.BIT
+    assert log.distance(2.2, 2.0) == pytest.approx(0.1)
+    assert math.isnan(log.distance(math.nan, 2.0))
 
 
 def test_losses_are_drawn_as_distances(data, tmp_path, monkeypatch):
