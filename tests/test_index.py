@@ -1,5 +1,6 @@
 """The tables of the READMEs are made from the contents and the records."""
 
+import dataclasses
 import hashlib
 import json
 from types import SimpleNamespace
@@ -44,6 +45,23 @@ def test_ratios():
 def test_a_ratio_that_nobody_timed_is_no_comparison():
     rows = [{"name": name, "ratio": 19.09} for name in ("L1", "L2")]
     assert index.compared({"rows": rows}) == ("", "recorded")
+
+
+def test_counts_stand_for_times_without_a_gpu(chapter, monkeypatch):
+    rows = [
+        {"name": "as written", "ratio": 1.0, "ratio_interval": [1, 1]},
+        {"name": "cured", "ratio": 1.3, "ratio_interval": [1.2, 1.4]},
+        {"row": "as written", "waits": 7},
+        {"row": "cured", "waits": 0},
+    ]
+    keep(chapter, rows)
+    assert "1.30×" in index.chapter_table("1")
+    found = toc.load()["1.1"]
+    monkeypatch.setitem(
+        toc.load(), "1.1", dataclasses.replace(found, counts="waits")
+    )
+    table = index.chapter_table("1")
+    assert "waits: 7 → 0" in table and "1.30×" not in table
 
 
 def test_a_table_says_what_the_record_says():

@@ -288,6 +288,16 @@ def test_compare_prints_a_judged_table(arguments, capsys, monkeypatch):
     assert max(map(tables.width, text.splitlines())) <= 100
 
 
+def test_memory_is_no_ceiling_for_what_a_cache_holds(monkeypatch):
+    known = {"gemm_flops": {"float32": 1e9}, "copy_bytes_per_s": 1e9}
+    known |= {"cache_bytes": 1000}
+    monkeypatch.setattr(machine, "peaks", lambda *_: known)
+    cpu = torch.device("cpu")
+    assert bench._bound_s(None, 1000, "float32", cpu) is None
+    assert bench._bound_s(None, 2000, "float32", cpu) == 2000 / 1e9
+    assert bench._bound_s(10, 1000, "float32", cpu) == 10 / 1e9
+
+
 def test_wrong_variant_is_never_timed(arguments, monkeypatch):
     monkeypatch.setattr(timers, "take_turns", pytest.fail)
     x = torch.ones(4)
