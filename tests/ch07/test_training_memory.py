@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_job import CONFIG as SHARDED
-from sharded_job import sharded_peak
+from sharded_job import sharded_peaks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -180,21 +180,20 @@ def test_shards_are_a_share_of_everything_at_rest():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("accumulate", "recompute", "above"), [(1, False, 0.01), (2, True, 0.25)]
-)
-def test_prediction_is_a_real_ranks_peak(accumulate, recompute, above):
-    """Gloo's threads free unseen, so a measured peak may be a little high."""
+@pytest.mark.parametrize(("accumulate", "recompute"), [(1, False), (2, True)])
+def test_prediction_is_a_real_ranks_peak(accumulate, recompute):
+    """What gloo frees unseen only adds: the lowest of many peaks is right."""
     folder = os.path.dirname(__file__)
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    peaks = ranks.spawn(
-        sharded_peak,
+    by_rank = ranks.spawn(
+        sharded_peaks,
         2,
         4,
         accumulate,
         recompute,
+        40,
         env={"PYTHONPATH": path},
-        timeout_s=120,
+        timeout_s=300,
     )
     predicted = memory.predict(
         SHARDED,
@@ -206,7 +205,8 @@ def test_prediction_is_a_real_ranks_peak(accumulate, recompute, above):
         world=2,
         fsdp=True,
     )["peak_bytes"]
-    assert predicted <= peaks[0] <= (1 + above) * predicted
+    for peaks in by_rank:
+        assert predicted <= min(peaks) <= 1.01 * predicted
 
 
 def test_a_free_that_went_unseen_is_written_off_at_reuse():
