@@ -861,24 +861,18 @@ def sources() -> list[Path]:
     return list(dict.fromkeys([*found, Path(training_memory.__file__)]))
 
 
-def digest(path: str | Path) -> str:
-    """Return the first digits of a file's SHA-256."""
-    return bench.script_hash(path)[:16]
-
-
 def key(plan: Plan) -> dict:
     """Return what must be equal for a log to be continued."""
+    steps = importlib.import_module(plan.steps).__file__
     return {
         "base": plan.base,
         "steps": plan.steps,
-        "sources": {
-            **{
-                p.relative_to(bench.ROOT).as_posix(): digest(p)
-                for p in sources()
-                if p.exists()
-            },
-            plan.steps: digest(importlib.import_module(plan.steps).__file__),
-        },
+        "sources": bench.digests(
+            p.relative_to(bench.ROOT).as_posix()
+            for p in sources()
+            if p.exists()
+        )
+        | {plan.steps: bench.script_hash(steps)[:16]},
         "torch": torch.__version__,
         "data": text.open_tokens(text.tokenize(plan.base["data"])).digest,
         "threads": plan.threads,

@@ -29,6 +29,8 @@ GRADIENT_TOLERANCE = {"exact": 0.0, "close": 1e-3, "precision": 2e-2}
 PARAMETER_TOLERANCE = {"exact": 0.0, "close": 5e-3, "precision": 5e-2}
 # n rounds all lean one way by luck in 2^(1 - n) of comparisons: 0.8% and 3%
 FEWEST_ROUNDS, FEWEST_ROUNDS_LATE = 8, 6
+# A later row's GradScaler may skip so many updates more, halving its scale
+SKIPS = 3
 
 
 class WorkerError(Exception):
@@ -394,10 +396,13 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def first_norms(reports: list[dict]) -> list[dict]:
-    """Return each parameter's gradient norms up to the first update made."""
+    """Return each parameter's gradient norms of the first updates.
+
+    Up to the first that was made, and those that may stand in for it.
+    """
     skipped = [bool(u.get("skipped")) for u in reports]
     made = skipped.index(False) + 1 if False in skipped else len(skipped)
-    return [u["parameter_norms"] for u in reports[:made]]
+    return [u["parameter_norms"] for u in reports[: made + SKIPS]]
 
 
 def measured(plan: Plan, result: dict, config: train.Config) -> dict:

@@ -171,11 +171,22 @@ def test_a_kept_row_remembers_what_is_compared():
         "gradient_norms": [u["grad_norm"] for u in made],
         "parameter_norms": race.first_norms(made),
     }
-    assert len(row["parameter_norms"]) == 2  # up to the first one made
     again = ladder.remembered(row)
     assert race.agreement("exact", again, made)["holds"]
+    # a GradScaler may skip one update more than the row did
+    later = [made[0], report(9.0, float("inf"), skipped=True), made[2]]
+    assert race.agreement("exact", again, later)["holds"]
+    later[2] = report(8.0, 1.0, parameter_norms={"a": 1.0, "b": 1.0})
+    assert not race.agreement("close", again, later)["holds"]
     made[1] = report(9.0, 2.0, parameter_norms={"a": 2.0, "b": 1.0})
     assert not race.agreement("close", again, made)["holds"]
+
+
+def test_a_kept_row_stays_short():
+    made = [report(10.0, 2.0)] * 12
+    overflow = report(10.0, float("inf"), skipped=True)
+    assert len(race.first_norms(made)) == 1 + race.SKIPS
+    assert len(race.first_norms([overflow, *made])) == 2 + race.SKIPS
 
 
 def test_norms_are_those_before_clipping():

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from ch10_gpt2 import race
+from ch10_gpt2 import race, worker
 
 
 class Answering:
@@ -98,3 +98,36 @@ def test_a_compiled_worker_is_handed_over_once(plan):
     plan.spares = [spare := types.SimpleNamespace(kind=(1, False))]
     assert plan.worker(step, 1) is spare
     assert broken.closed and plan.compiling == []
+
+
+class Profile:
+    """What was profiled; its trace is the name of the update."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def export_chrome_trace(self, path):
+        with open(path, "w") as file:
+            file.write(self.name)
+
+
+@pytest.mark.parametrize(("world", "updates"), [(1, 1), (2, 5)])
+def test_gloos_copies_do_not_count(world, updates, monkeypatch, tmp_path):
+    """Among ranks the lowest of a few peaks is kept, and its trace."""
+    peaks = iter(enumerate([700, 500, 600, 900, 800]))
+
+    def tracked(run):
+        number, peak = next(peaks)
+        return {"peak_bytes": peak, "profile": Profile(f"update {number}")}
+
+    monkeypatch.setattr(worker, "tracked", tracked)
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(device="cpu"),
+        rank=types.SimpleNamespace(world=world),
+    )
+    trace = tmp_path / "trace.json"
+    found = worker.memory(run, str(trace))["peak_bytes"]
+    lowest = 700 if world == 1 else 500
+    assert found["tracked"] == lowest
+    assert trace.read_text() == f"update {int(world == 2)}"
+    assert len(list(peaks)) == 5 - updates
