@@ -19,6 +19,11 @@ from torch.utils import benchmark
 
 from common import bench, judging, timers
 
+SOURCES = (  # whose change makes a record old, as the script's own does
+    "common/bench.py",
+    "common/judging.py",
+    "common/timers.py",
+)
 NEIGHBOUR = """
 import os, random, time
 parent, end = os.getppid(), time.monotonic() + 600
@@ -83,6 +88,19 @@ def verdict(name, rows, most=None, least=None):
     }
 
 
+def answers(entry):
+    """Return (what, answer, bar, "" or why it is missed) of a record."""
+    return [
+        (
+            row["name"],
+            f"{row['claims']} claims in {row['comparisons']}",
+            row["bar"],
+            "" if row["holds"] else "missed",
+        )
+        for row in entry["rows"]
+    ]
+
+
 def medians(function, samples, device):
     """Time one function here and by torch.utils.benchmark, in turn.
 
@@ -121,7 +139,8 @@ def main(argv=None):
         verdict("10% more work, no neighbour", planted, least=found * 9 // 10),
     ]
     both = medians(repeated_add(40, device), 500 // share, device)
-    bench.report(args, rows, extra={"medians": both})
+    key = {"sources": bench.digests(SOURCES)}
+    bench.report(args, rows, extra={"medians": both, "key": key})
     print(
         f"median of one function: {both['ours_s']:.4g} s here, "
         f"{both['torch_benchmark_s']:.4g} s by torch.utils.benchmark "

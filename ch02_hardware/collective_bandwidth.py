@@ -88,6 +88,7 @@ TECHNIQUES = (
 )
 COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
 COLLECTIVES += ("all-to-all",)
+LOCAL = "one host", "two agents"  # the link is this machine's own
 NAMESPACES = "two namespaces"
 GRADIENT = 4 * 124_439_808  # bytes of GPT-2's, in float32
 BUCKET = 25 * 2**20  # bytes of each of DDP's messages
@@ -163,13 +164,16 @@ def timed(collective, size, me, smoke, budget_s=0.15):
         samples.append(timers.wall(call, calls, me.device))
     dist.barrier()
     times = None if before is None else (sent() - before) / size
-    took_s = statistics.median(slowest(samples, me))
+    samples = slowest(samples, me)
+    took_s = statistics.median(samples)
     return {
         "name": collective,
         "ranks": me.world,
         "right": not wrong,
         "message_bytes": size,
         "took_s": took_s,
+        "least_s": min(samples),
+        "most_s": max(samples),
         "algorithm_bytes_per_s": size / took_s,
         "bus_bytes_per_s": size / took_s * bus_factor(collective, me.world),
         "sent_times": times and times / rounds / calls,
@@ -305,6 +309,19 @@ def flags(parser):
     add("--into", type=Path, help="(of a rank: where its rows go)")
 
 
+def refuse_crowd(count):
+    """Refuse more ranks than cores can serve: each is a process with torch.
+
+    Raises:
+        Refusal: more than four for each core, and more than 8.
+    """
+    most = max(8, 4 * machine.cores())
+    if count > most:
+        raise bench.Refusal(
+            f"--ranks {count}: {machine.cores()} cores serve {most} at most"
+        )
+
+
 def told(args):
     """Refuse what cannot be met, and return the link's rate or None."""
     rate = None if args.rate is None else rate_of(args.rate)
@@ -317,6 +334,7 @@ def told(args):
         raise bench.Refusal(
             f"--ranks {args.ranks}: at least 2, and an even number on 2 hosts"
         )
+    refuse_crowd(args.ranks)
     if args.netns and not args.hosts:
         raise bench.Refusal("--netns joins two hosts: add --hosts")
     if rate and not args.into and not args.netns:
@@ -347,9 +365,9 @@ def main(argv=None):
         return shown(args, {"torchrun": found}, rate)
     local = sizes_for(smoke)
     found = ranks.spawn(job, args.ranks, str(args.device), local, smoke)[0]
-    measured = {"one host": found}
+    measured = {LOCAL[0]: found}
     if args.hosts:
-        place = NAMESPACES if args.netns else "two agents"
+        place = NAMESPACES if args.netns else LOCAL[1]
         slow_s = least_s(sizes, rate, args.ranks) if rate else 0
         if slow_s > 30:
             words = tables.seconds(slow_s)
@@ -370,6 +388,8 @@ def shown(args, measured, rate):
     wrong = [f"{r['place']}: {r['name']}" for r in rows if not r["right"]]
     if wrong:
         raise bench.Mismatch(f"wrong sums or parts ({', '.join(wrong)})")
+    if not args.smoke:
+        machine.keep_peaks(seen(rows), args.device)
     expect = None
     if rate:
         least = tables.seconds(GRADIENT / rate)
@@ -377,18 +397,20 @@ def shown(args, measured, rate):
     columns = {"place": "place", "name": "collective"}
     bus, counted = {"bus_bytes_per_s": "bus"}, {}
     if any(row["sent_times"] for row in rows):
-        counted = {"sent_times": "sent / message"}
+        counted = {"sent_times": "sent ×"}
     more = {"message_bytes": "message", "took_s": "took"}
+    more |= {"least_s": "from", "most_s": "to"}
     more |= {"algorithm_bytes_per_s": "algorithm"}
     title = f"{rows[0]['ranks']} ranks (all sums and parts are right)"
     bench.report(
         args, rows, columns | more | bus | counted, None, title, expect
     )
     found = fits(rows, rate)
-    more = {"start_s": "start", "fit_bytes_per_s": "then"} | bus
+    more = {"start_s": "start, in a row", "fit_bytes_per_s": "then"} | bus
     more |= {"link_percent": f"% of {args.rate}"} if rate else {}
     more |= {"off_percent": "worst error, %"}
-    title = "Fitted: start + bytes / bandwidth"
+    title = "Fitted: start + bytes / bandwidth, to medians of calls in a row "
+    title += "(2.3.4: best of single calls)"
     bench.report(args, found, columns | more, None, title)
     cost = bench.report(
         args,
@@ -405,6 +427,17 @@ def shown(args, measured, rate):
     for line in in_words(args, rows, found):
         print(line)
     return rows + found + cost
+
+
+def seen(rows):
+    """Return this machine's all-reduce of two ranks, as rows saw it."""
+    some = [r for r in rows if r["name"] == "all-reduce" and r["ranks"] == 2]
+    some = [r for r in some if r["place"] in LOCAL]
+    if not some:
+        return {}
+    least = min(row["took_s"] for row in some)
+    most = max(row["algorithm_bytes_per_s"] for row in some)
+    return {"all_reduce": {"latency_s": least, "bytes_per_s": most}}
 
 
 def apart(args, rows, found):

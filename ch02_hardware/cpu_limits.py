@@ -17,13 +17,14 @@ import torch
 from ch02_hardware import gpu_structure
 from common import bench, ceilings, machine, tables, timers
 
-# what ordering a kernel and waiting for it takes at least, where no GPU is
-# at hand to ask; host clocks of tiny kernels show 5 to 20 µs
-ORDER_S = 1e-5
+# what ordering a kernel and waiting for it takes at least, and a copy before
+# its first byte, where no GPU is at hand to ask; host clocks of tiny kernels
+# and of tiny copies show 5 to 20 µs
+ORDER_S = START_S = 1e-5
 SIZES = [round(2 ** (k / 4)) for k in range(16, 57)]  # 16 to 16384
 MOST = 2048  # n of the largest operands that are measured
 SHOWN = 64, 256, 1024, MOST
-# n: (function, FLOPs, numbers that go there, numbers that come back)
+# n: (function, FLOPs, matrices that go there, matrices that come back)
 OPERATORS = {
     "a + b": (torch.add, lambda n: n**2, 2, 1),
     "a @ b": (torch.mm, lambda n: 2 * n**3, 2, 1),
@@ -85,6 +86,11 @@ def work(name, n):
     return flops(n), 4 * inward * n**2, 4 * outward * n**2
 
 
+def copies(name):
+    """Return how many copies an operator takes: one for each matrix."""
+    return sum(OPERATORS[name][2:])
+
+
 def gpu(name):
     """Return the ceilings of a card by its data sheet: nothing beats them."""
     card = gpu_structure.known(name)
@@ -95,22 +101,27 @@ def gpu(name):
         "in_per_s": card["link_bytes_per_s"],
         "out_per_s": card["link_bytes_per_s"],
         "order_s": ORDER_S,
+        "start_s": START_S,
     }
 
 
 def measured_gpu(device):
     """Return the ceilings of this machine's GPU, as measured."""
     peaks = machine.peaks(device)
-    one = torch.ones(1, device=device)
-    order = functools.partial(timers.wall, lambda: one.add_(1), 1, device)
-    order()
+    one, here = torch.ones(1, device=device), torch.ones(1)
+
+    def least(call):
+        call()
+        return min(timers.wall(call, 1, device) for _ in range(20))
+
     return {
         "name": torch.cuda.get_device_name(device),
         "flops_per_s": peaks["gemm_flops"]["float32"],
         "bytes_per_s": peaks["copy_bytes_per_s"],
         "in_per_s": peaks["host_to_device_bytes_per_s"],
         "out_per_s": peaks["device_to_host_bytes_per_s"],
-        "order_s": min(order() for _ in range(20)),
+        "order_s": least(lambda: one.add_(1)),
+        "start_s": least(lambda: here.to(device)),
     }
 
 
@@ -119,7 +130,8 @@ def predicted(name, n, card):
     flops, inward, outward = work(name, n)
     rates = card["flops_per_s"], card["bytes_per_s"]
     there = card["order_s"] + least_s(flops, inward + outward, *rates)
-    return there, inward / card["in_per_s"] + outward / card["out_per_s"]
+    moved = inward / card["in_per_s"] + outward / card["out_per_s"]
+    return there, copies(name) * card["start_s"] + moved
 
 
 def crossing(card, here):
@@ -141,8 +153,12 @@ def crossing(card, here):
         for kind, there_s in there.items():
             at = overtaken_at(sizes, here_s, list(there_s.values()))
             row[f"{name} {kind}"] = at or f"not by {last}"
-            share = card["order_s"] / there_s[at] if at else 0
-            row[f"{name} {kind} by start"] = share > 0.5
+            start = card["order_s"]
+            if kind == "copied":
+                start += copies(name) * card["start_s"]
+            row[f"{name} {kind} by start"] = bool(at) and (
+                start > there_s[at] / 2
+            )
         there_s, copy_s = found[last]
         row[f"{name} uses"] = uses_per_copy(copy_s, times[last], there_s)
     return row
@@ -160,9 +176,20 @@ def starts(rows):
     if not cases:
         return None
     return (
-        "more than half of the GPU's time there is the start of a kernel "
-        f"({tables.seconds(ORDER_S)} assumed for data sheets), which alone "
-        f"decides: {'; '.join(cases)}"
+        "more than half of the GPU's time there is starts, of a kernel and of "
+        f"the copies, if any, which alone decide: {'; '.join(cases)}"
+    )
+
+
+def assumed(cuda):
+    """Return a sentence on what the copies' price leaves out."""
+    start = tables.seconds(START_S)
+    source = "as measured here, or " * cuda + f"{start} by assumption"
+    return (
+        "each matrix that crosses is priced at the start of a copy "
+        f"({source}, as for a kernel) and at the link's rate, which only "
+        "pinned memory reaches: there_and_back's .to() copies pageable "
+        "memory, which takes longer"
     )
 
 
@@ -304,14 +331,22 @@ def cpu_ceilings(smoke=False):
 
 
 def curves(cpu, card, device, here, budget_s):
-    """Return rows: predicted seconds by size, beside those measured."""
-    rows = []
+    """Return rows: predicted seconds by size, beside those measured.
+
+    What this CPU takes is predicted where its arithmetic decides, and where
+    the caches are too small for the data, so that the memory's rate does.
+    """
+    rows, cache = [], ceilings.cache_bytes()
     for name, (call, *_) in OPERATORS.items():
         for n in SIZES:
             flops, inward, outward = work(name, n)
+            moved = inward + outward
             there_s, copy_s = predicted(name, n, card)
+            bound = least_s(flops, moved, *cpu)
+            # no formula here knows how quick a cache is
+            unknown = moved <= cache and bound > flops / cpu[0]
             row = {"curve": name, "name": card["name"], "n": n}
-            row["here_s"] = least_s(flops, inward + outward, *cpu)
+            row["here_s"] = None if unknown else bound
             row |= {"there_s": there_s, "copied_s": there_s + copy_s}
             row["cpu_s"] = here[name].get(n)
             if device.type == "cuda" and n in here[name]:
@@ -372,7 +407,7 @@ def main(argv=None):
         + " by their data sheets",
         extra={"curves": lines},
     )
-    notes = [starts(found)] if starts(found) else []
+    notes = [assumed(cuda)] + [starts(found)] * bool(starts(found))
     if cuda:
         notes += contradictions(found[0], lines)
     for note in notes:

@@ -3,8 +3,9 @@
 Question  How long do n bytes take over the link to the GPU, and what decides?
 Expect    start + n / bandwidth: below start × bandwidth bytes the start is
           more than half of it; pageable memory adds a copy by the CPU, so
-          only pinned memory comes near the link; on a CPU there is no link,
-          and one place in memory is copied to another
+          only pinned memory comes near the link; on a CPU there is no link:
+          one place in memory is copied to another, quicker than memory
+          while the caches hold both
 Run       python -m ch02_hardware.host_device_copy [--smoke] [--save]
 """
 
@@ -12,6 +13,7 @@ import statistics
 
 import torch
 
+from ch02_hardware.memory_hierarchy import room_bytes
 from common import bench, machine, tables, timers
 
 
@@ -68,12 +70,19 @@ def link_bytes_per_s(generation, lanes):
 TECHNIQUES = (from_pageable, pinned_like, fitted, half_way, link_bytes_per_s)
 
 
-def sizes(args):
-    """Return the bytes of each copy: by fours."""
+def sizes(args, cache=0, room=2**40):
+    """Return the bytes of each copy: by fours, on a CPU three beyond caches.
+
+    ``room``: bytes that source and destination may take together.
+    """
     if args.smoke:
         return [2**12, 2**16, 2**20]
-    top = 26 if args.device.type == "cpu" else 28
-    return [2**k for k in range(12, top + 1, 2)]
+    if args.device.type != "cpu":
+        return [2**k for k in range(12, 29, 2)]
+    first = 1 << (max(cache, 2**26) // 2).bit_length()
+    found = [2**k for k in range(12, 27, 2) if 2**k < first]
+    beyond = [first << k for k in range(3)]
+    return found + [n for n in beyond if n <= min(2**30, room // 2)]
 
 
 def pairs(device, size):
@@ -149,6 +158,7 @@ def fit_row(counts, times):
         for n, s in zip(counts, times, strict=True)
     ]
     found = {"start_s": start_s, "fit_bytes_per_s": None, "half_bytes": None}
+    found |= {"least_bytes": min(counts)}
     if rate < float("inf"):
         found["fit_bytes_per_s"] = rate
         found["half_bytes"] = half_way(start_s, rate)
@@ -165,6 +175,22 @@ def fits(rows, keys, size, took):
         | fit_row([row[size] for row in some], [row[took] for row in some])
         for values, some in groups.items()
     ]
+
+
+def unresolved(rows, fitting):
+    """Yield a line for each start that is lost in the error of its fit."""
+    for fit in (row for row in rows if "start_s" in row):
+        names = fit["direction"], fit["memory"]
+        shortest_s = min(
+            row["copy_s"]
+            for row in fitting
+            if (row["direction"], row["memory"]) == names
+        )
+        if fit["start_s"] <= fit["off_percent"] / 100 * shortest_s:
+            yield (
+                f"{', '.join(names)}: the start is not resolved, the fit is "
+                "further off than that"
+            )
 
 
 def figure(
@@ -193,8 +219,9 @@ def figure(
             rates = [row[rate] / 1e9 for row in some]
             axes.loglog(places, rates, f"C{i}o", label=fit[line])
             per = 1 / (fit["fit_bytes_per_s"] or float("inf"))
-            curve = [n / (fit["start_s"] + n * per) / 1e9 for n in counts]
-            axes.plot(counts, curve, f"C{i}")
+            own = [n for n in counts if n >= fit["least_bytes"]]
+            curve = [n / (fit["start_s"] + n * per) / 1e9 for n in own]
+            axes.plot(own, curve, f"C{i}")
         axes.set_xscale("log", base=2)
         shown = counts[:: max(1, len(counts) // 5)]
         axes.set_xticks(shown, [tables.cell(n, "bytes") for n in shown])
@@ -210,16 +237,18 @@ def figure(
 
 def main(argv=None):
     args = bench.cli(__doc__, argv)
-    expect, rate = None, None
+    expect, rate, cache = None, None, 0
+    on_cpu = args.device.type == "cpu"
     if not args.smoke:
         rate, words = link(args.device)
         if rate:
             expect = f"at most {tables.cell(rate, 'x_bytes_per_s')} ({words})"
-            if args.device.type == "cpu":
+            if on_cpu:
                 cache = machine.peaks("cpu")["cache_bytes"]
-                cache = tables.cell(cache, "bytes")
-                expect += f", and more while the caches ({cache}) hold both"
-    copies = [row for size in sizes(args) for row in measured(args, size)]
+                words = tables.cell(cache, "bytes")
+                expect += f", and more while the caches ({words}) hold both"
+    counts = sizes(args, cache, room_bytes() if on_cpu else 0)
+    copies = [row for size in counts for row in measured(args, size)]
     copies.sort(key=lambda row: (row["direction"], row["memory"]))
     for row in copies:
         row["link_percent"] = rate and 100 * row["rate_bytes_per_s"] / rate
@@ -232,14 +261,22 @@ def main(argv=None):
             "copied_bytes": "bytes",
             "copy_s": "one copy",
             "rate_bytes_per_s": "rate",
-            "link_percent": "% of link",
+            "link_percent": "% of memory's rate" if on_cpu else "% of link",
         },
         title="A copy, by its size (the bytes arrived as they were sent)",
         expect=expect,
     )
+    fitting = [row for row in copies if 2 * row["copied_bytes"] > cache]
+    title = "Fitted: start + bytes / bandwidth"
+    if len({row["copied_bytes"] for row in fitting}) < 2:
+        print("no room for copies beyond the caches: theirs are fitted, too")
+        fitting = copies
+    elif on_cpu and not args.smoke:
+        least = tables.cell(fitting[0]["copied_bytes"], "bytes")
+        title += f", from {least} on: no cache holds both"
     rows += bench.report(
         args,
-        fits(copies, ("direction", "memory"), "copied_bytes", "copy_s"),
+        fits(fitting, ("direction", "memory"), "copied_bytes", "copy_s"),
         {
             "direction": "direction",
             "memory": "host memory",
@@ -248,8 +285,10 @@ def main(argv=None):
             "half_bytes": "half of the time is start at",
             "off_percent": "worst error, %",
         },
-        title="Fitted: start + bytes / bandwidth",
+        title=title,
     )
+    for words in unresolved(rows, fitting):
+        print(words)
     worst = max(row["off_percent"] for row in rows if "start_s" in row)
     if worst > 50:
         print(

@@ -4,8 +4,8 @@ Question  How long does one access take, and how many bytes per second arrive
           when many are asked for at once?
 Expect    an access takes as long as the level that holds the working set:
           a step up at each cache size the machine reports, if that much is
-          this machine's alone; bytes per second grow with the threads only
-          until the memory's channels are full
+          this machine's alone; bytes per second fall at the same sizes, and
+          grow with the threads only until the memory's channels are full
 Run       python -m ch02_hardware.memory_hierarchy [--smoke] [--save]
 """
 
@@ -236,7 +236,10 @@ def thread_counts(most):
 
 
 def bandwidth_rows(threads, size, budget_s):
-    """Time read, copy and triad of arrays of ``size`` bytes."""
+    """Time read, copy and triad of arrays of ``size`` bytes.
+
+    The best of three looks counts; the worst says how much they vary.
+    """
     before, cpu = torch.get_num_threads(), torch.device("cpu")
     a, b, c = (torch.ones(size // 4) for _ in "abc")
     calls = {
@@ -249,10 +252,41 @@ def bandwidth_rows(threads, size, budget_s):
         for count in threads:
             torch.set_num_threads(count)
             row = {"threads": count, "array_bytes": size}
+            looks = [
+                [ceilings.shortest(f, cpu, budget_s / 3) for f in each]
+                for each in [calls.values()] * 3
+            ]
+            for i, name in enumerate(calls):
+                taken = [look[i] for look in looks]
+                moved = ARRAYS[name] * size
+                row[f"{name}_bytes_per_s"] = moved / min(taken)
+                row[f"{name}_least_bytes_per_s"] = moved / max(taken)
+            rows.append(row)
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def set_rows(sets, budget_s):
+    """Time read and copy of working sets of so many bytes, by one thread.
+
+    A copy's working set is both of its arrays.  The call itself takes some
+    microseconds: of the smallest sets that is most of the time.
+    """
+    before, cpu = torch.get_num_threads(), torch.device("cpu")
+    rows = []
+    try:
+        torch.set_num_threads(1)
+        for size in sets:
+            whole = torch.ones(2, size // 8)
+            calls = {
+                "read": functools.partial(summed, whole),
+                "copy": functools.partial(copied, *whole),
+            }
+            row = {"name": tables.cell(size, "bytes"), "set_bytes": size}
             for name, call in calls.items():
                 taken = ceilings.shortest(call, cpu, budget_s)
-                moved = ARRAYS[name] * size
-                row |= {f"{name}_bytes_per_s": moved / taken}
+                row[f"{name}_bytes_per_s"] = size / taken
             rows.append(row)
     finally:
         torch.set_num_threads(before)
@@ -272,20 +306,29 @@ def room_bytes(device="cpu"):
 
 
 def figure(rows):
-    """Draw access time by working set, and bytes per second by threads."""
+    """Draw access time and bytes per second by working set, and threads."""
     from matplotlib.figure import Figure
 
     from common import notebook
 
-    drawn = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = drawn.subplots(1, 2)
+    drawn = Figure(figsize=(14, 3.6), layout="constrained")
+    left, middle, right = drawn.subplots(1, 3)
     points = [row for row in rows if "working_bytes" in row]
     sizes = [row["working_bytes"] for row in points]
     times = [1e9 * row["access_s"] for row in points]
     left.loglog(sizes, times, marker="o", markersize=4)
-    left.set_xscale("log", base=2)
+    found = [row for row in rows if "set_bytes" in row]
+    places = [row["set_bytes"] for row in found]
+    for name in ("read", "copy"):
+        speeds = [row[f"{name}_bytes_per_s"] / 1e9 for row in found]
+        middle.loglog(places, speeds, marker="o", markersize=4, label=name)
+    middle.legend()
     ticks = sizes[:: max(1, len(sizes) // 6)]
-    left.set_xticks(ticks, [tables.cell(n, "bytes") for n in ticks])
+    for axes in (left, middle):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [tables.cell(n, "bytes") for n in ticks])
+        axes.set_xlabel("working set")
+    middle.set_ylabel("GB/s, one thread")
     left.set_ylim(min(times) / 1.6, 2 * max(times))
     for row in rows:
         if row.get("above_bytes"):
@@ -293,12 +336,12 @@ def figure(rows):
             left.axvspan(*span, color="C1", alpha=0.15, linewidth=0)
         size = row.get("size_bytes")
         if size and size <= max(sizes):
+            middle.axvline(size, color="0.6", linestyle="--", linewidth=1)
             text = f"{row['name']} {tables.cell(size, 'bytes')} "
             left.axvline(size, color="0.6", linestyle="--", linewidth=1)
             left.text(
                 size, 1.8 * max(times), text, ha="right", va="top", fontsize=8
             )
-    left.set_xlabel("working set")
     left.set_ylabel(f"ns per access ({points[0]['how']})")
     rates = [row for row in rows if "threads" in row]
     threads = [row["threads"] for row in rates]
@@ -310,8 +353,9 @@ def figure(rows):
     right.set_xlabel("threads")
     right.set_ylabel("GB/s")
     right.legend()
-    titles = "One access · 存取一次的時間", "Many at once · 記憶體頻寬"
-    for axes, title in zip((left, right), titles, strict=True):
+    titles = "One access · 存取一次的時間", "Many in order · 依序存取的頻寬"
+    titles += ("Many threads · 多執行緒的頻寬",)
+    for axes, title in zip((left, middle, right), titles, strict=True):
         fonts = {"fontfamily": notebook.fonts()["font.family"]}
         axes.set_title(notebook.label(title), **fonts)
     return drawn
@@ -382,19 +426,40 @@ def main(argv=None):
     for words, note in notes.items():
         if any(row.get("words") == words for row in rows):
             print(textwrap.fill(f"{words}: {note}", tables.WIDTH))
+    rows += bench.report(
+        args,
+        set_rows(sets, 0.0 if args.smoke else 0.05),
+        {"name": "working set", "read_bytes_per_s": "read"}
+        | {"copy_bytes_per_s": "copy"},
+        title="Many in order, by working set: one thread",
+    )
+    print(
+        "a call takes some microseconds: of the smallest sets that is most of "
+        "the time"
+    )
     size = max(ceilings.cache_bytes(), 2**26)
     size = 2**20 if args.smoke else min(size, room_bytes() // 3) // 4 * 4
     threads = thread_counts(machine.cores())
     budget_s = 0.0 if args.smoke else min(0.4, 2 / len(threads))
+    rates = bandwidth_rows(threads, size, budget_s)
+    if not args.smoke and size >= ceilings.cache_bytes():
+        pair = [f"{name}_bytes_per_s" for name in ("copy", "triad")]
+        seen = {key: rates[-1][key] for key in pair}
+        machine.keep_peaks(seen, "cpu", threads[-1])
     rows += bench.report(
         args,
-        bandwidth_rows(threads, size, budget_s),
+        rates,
         {
             "threads": "threads",
             "array_bytes": "each array",
-            **{f"{name}_bytes_per_s": name for name in ARRAYS},
+            **{
+                f"{name}{key}_bytes_per_s": word
+                for name in ARRAYS
+                for key, word in (("", name), ("_least", "worst look"))
+            },
         },
-        title="Many at once: read, copy and triad move 1, 2 and 3 arrays",
+        title="Beyond the caches, by threads: read, copy and triad move 1, 2 "
+        "and 3 arrays",
     )
     print(textwrap.fill(f"copy and triad are {ORDINARY}", tables.WIDTH))
     longest, shortest = max(points.values()), min(points.values())

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ch02_hardware.collective_bandwidth import refuse_crowd
 from ch02_hardware.disk_throughput import drop_from_cache, from_storage
 from common import bench, machine, ranks, tables
 
@@ -283,6 +284,7 @@ def main(argv=None):
     args.device = torch.device("cpu")
     if args.ranks < 2:
         raise bench.Refusal(f"--ranks {args.ranks}: at least 2 share a file")
+    refuse_crowd(args.ranks)
     if "RANK" in os.environ:  # started by torchrun
         me = ranks.init()
         world, told = me.world, [None]

@@ -10,6 +10,7 @@ Run       python -m ch03_pytorch_basics.call_path [--smoke] [--save]
 """
 
 import contextlib
+import textwrap
 
 import numpy as np
 import torch
@@ -469,13 +470,15 @@ def reading(row):
     low, high = found
     whose = {"caches": "the caches'", "memory": "memory's"}[row["by"]]
     said = f"{whose} bandwidth predicts ({count:,})"
-    words = f"{row['name']}: between {low:,} and {high:,} elements hide it, "
-    if low / 1.5 <= count <= high * 1.5:
+    words = f"{row['name']}: between {low:,} and {high:,} elements hide it"
+    words += " (noise leaves so much open)" * (high > 2 * low) + ", "
+    if low <= count <= high:
         return f"{words}as {said}"
-    if low < count:
-        return f"{words}fewer than {said}"
+    if high < count:
+        return f"{words}at most {high / count:.3g} times what {said}"
     cached = row["by"] == "memory" and row["cached"]
-    return f"{words}more than {said}" + ": a cache holds them" * cached
+    words += f"at least {low / count:.3g} times what {said}"
+    return words + ": a cache holds them" * cached
 
 
 def figure(rows):
@@ -542,7 +545,7 @@ def main(argv=None):
         title="read from the dispatcher's tables, and recorded on the way",
     )
     most = 12 if args.smoke else 20 if device.type == "cpu" else 26
-    sizes = [1 << n for n in range(0, most + 1, 4 if args.smoke else 2)]
+    sizes = [1 << n for n in range(0, most + 1, 4 if args.smoke else 1)]
     found = sized(device, sizes)
     samples = timed(found, device, args.smoke, budget_s=6.0)
     bench.report(
@@ -591,7 +594,8 @@ def main(argv=None):
         title="how many elements hide the overhead",
         expect=expect,
     )
-    print(*filter(None, map(reading, hidden)), sep="\n")
+    for line in filter(None, map(reading, hidden)):
+        print(textwrap.fill(line, tables.WIDTH, subsequent_indent="  "))
     return args.rows
 
 

@@ -194,7 +194,30 @@ def addition_costs(args, size):
             "fetched ahead; each element of a column lies in another page, "
             "where none is"
         )
+    if not args.smoke:
+        print(copy_pays(found))
     return found
+
+
+def copy_pays(found):
+    """Return a sentence: what b gained by being copied into a's order first.
+
+    Args:
+        found: rows of the four sums; the last two are compared, by their
+            intervals, since both have the first as their baseline.
+    """
+    (low, high), (least, most) = (row["ratio_interval"] for row in found[2:4])
+    words = "pays nothing here: no difference was measured"
+    if least > high:
+        words = "pays here"
+    elif most < low:
+        words = "costs more than it saves here"
+    speeds = [f"{row['ratio']:.2f}" for row in found[2:4]]
+    said = f"copying b into a's order first {words}:\n{speeds[0]} times the "
+    said += f"speed of the first row without the copy, {speeds[1]} with it"
+    if any(row["noisy"] for row in found[2:4]):
+        said += "\n(these rows are noisy: a quiet machine may say otherwise)"
+    return said
 
 
 def convolution_costs(args, N, C, H):

@@ -126,6 +126,13 @@ def by_name(trace, function):
     return np.array([function(name) for name in trace.names])
 
 
+def optimizing(trace):
+    """Return the merged times in which an optimizer's step ran."""
+    named = by_name(trace, lambda n: n.startswith("Optimizer.step#"))
+    ranges = named[trace.name]
+    return merge(trace.start[ranges], trace.end[ranges])
+
+
 def account(trace):
     """Cut a trace's span into pieces with one owner each."""
     if (trace.kind == names.GPU).any():
@@ -191,9 +198,7 @@ def _joined(bounds, owner):
 
 def _optimizer_of_its_step(trace, work, launch):
     """Count element-wise kernels that Optimizer.step launched as its own."""
-    named = by_name(trace, lambda n: n.startswith("Optimizer.step#"))
-    ranges = named[trace.name]
-    union = merge(trace.start[ranges], trace.end[ranges])
+    union = optimizing(trace)
     known = launch >= 0
     points = np.where(known, trace.start[launch], -1)
     plain = np.isin(work, [CODE["elementwise"], CODE["other_kernel"]])
@@ -745,9 +750,7 @@ def of_gpu_job(trace):
 
 def _optimizer_ranges(trace, starts, own):
     """Count element-wise work that begins in Optimizer.step as its own."""
-    named = by_name(trace, lambda n: n.startswith("Optimizer.step#"))
-    ranges = named[trace.name]
-    union = merge(trace.start[ranges], trace.end[ranges])
+    union = optimizing(trace)
     plain = own == CODE["elementwise"]
     held = inside(union, starts)
     return np.where(plain & held, CODE["optimizer"], own)

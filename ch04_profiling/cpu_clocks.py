@@ -306,6 +306,12 @@ def main(argv=None, root=SYSFS, latency=LATENCY):
         },
         title="The first work after a pause",
     )
+    if system == "Linux" and not sleep_states(root):
+        print(
+            "no sleep state is shown: who decides how deep these cores sleep "
+            "may keep\nthem awake, and then a pause costs nothing here, "
+            "unlike on cores of your own"
+        )
     found = commands(
         cpu_states(root), per_cpu(root, "cpufreq/scaling_governor"), system
     )

@@ -291,13 +291,22 @@ BOOKKEEPING = re.compile(
     r"^aten::(empty|view|t$|transpose|permute|as_strided|expand|unsqueeze"
     r"|squeeze|reshape|detach|alias|slice|select|narrow|unbind|split|chunk"
     r"|size|stride|is_|item|_local_scalar_dense|resize_|set_|result_type"
-    r"|lift|_reshape_alias|unflatten|flatten|movedim|broadcast)"
-    r"|^autograd::|^c10d::|Backward\d*$|^detach|^TorchDynamo|^Pregraph|^AOT"
+    r"|lift|_reshape_alias|unflatten|flatten|movedim|broadcast|resolve_)"
+    r"|^autograd::|^_?c10d\w*::|Backward\d*$|^detach|^TorchDynamo|^Pregraph|^AOT"
 )
 CPU_COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):", re.IGNORECASE)
 CPU_GEMM = re.compile(
-    r"mm$|mm_|matmul|conv|linear|bilinear|mkldnn|einsum|addmv|::mv|::dot|lstm"
-    r"|gru",
+    r"(?<!co)(?<!sy)mm(_|$)|matmul|(?<!fb)gemm|conv(?!er[ts])"
+    r"|(?<!upsample_)(?<!bi)(?<!tri)linear|(?<![a-z_])bilinear$|trilinear$"
+    r"|einsum|addmv|(?<![a-z])(mv|v?dot|multi_dot)$|(?<![a-z])(rnn|lstm|gru)",
+)
+# they compute more than they move, or look their way through memory
+CPU_OTHER = re.compile(
+    r"linalg_(?!vector_norm|norm|_powsum|cross|diagonal|vecdot)"
+    r"|(?<!re)solve|cholesky"
+    r"|(?<![a-z])(lu|svd|eig|qr|geqrf|or[gm]qr|inverse|pinverse)(_|$)|fft"
+    r"|[cp]dist|sort|top_?k|kthvalue|median|quantile|unique|searchsorted"
+    r"|bucketize|hist|bincount|nms|ctc_loss|matrix_exp",
 )
 CPU_ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
 COMPILED = re.compile(r"Call CompiledFxGraph|cpp_fused|^graph_\d+_cpp")
@@ -315,4 +324,10 @@ def work_of_operator(name):
         return "attention"
     if OPTIMIZER.search(name):
         return "optimizer"
-    return "gemm" if CPU_GEMM.search(name) else "elementwise"
+    family, _, own = name.rpartition("::")
+    if CPU_GEMM.search(own):
+        return "gemm"
+    if CPU_OTHER.search(own):
+        return "other_kernel"
+    known = family in ("aten", "prims", "quantized") or ELEMENTWISE.search(own)
+    return "elementwise" if known else "other_kernel"

@@ -120,8 +120,9 @@ def against(new, old):
 
     Returns:
         {"unit", "new_us", "old_us", "speed", "parts": {name: [old, new]},
-        "cured", "appeared", "devices"}: µs of one unit, from the first
-        event to the end of the last GPU work, mean over ranks.
+        "cured", "appeared", "devices", "batches"}: µs of one unit, from
+        the first event to the end of the last GPU work, mean over ranks;
+        whether the files tell that batches are alike.
     """
     sides = [_one_side(new), _one_side(old)]
     unit, divisors = _unit(sides)
@@ -143,6 +144,7 @@ def against(new, old):
         "cured": sorted(kinds[1] - kinds[0]),
         "appeared": sorted(kinds[0] - kinds[1]),
         "devices": [verdicts.device(r[0].trace) for r in (old, new)],
+        "batches": all(side["batch"] or side["copied"] for side in sides),
     }
 
 
@@ -161,7 +163,7 @@ def _one_side(ranks):
             parts[name] += ns / 1e3 / count
         row = verdicts.copies(rank).get("copy_h2d", {})
         copied += (row.get("bytes") or 0) / count
-        steps.append(_steps_of(rank))
+        steps.append(verdicts.steps_of(rank))
     batch = {rank.trace.batch for rank in ranks}
     return {
         "us": us,
@@ -170,22 +172,6 @@ def _one_side(ranks):
         "copied": copied,
         "batch": batch.pop() if len(batch) == 1 else None,
     }
-
-
-def _steps_of(rank):
-    """Return the number of steps: marks, else optimizers, else batches."""
-    if rank.account.steps:
-        return len(rank.account.steps)
-    trace = rank.trace
-    for begins in ("Optimizer.step#", "enumerate(DataLoader)#"):
-        counts = [
-            int(((trace.name == at) & (trace.kind != names.GPU)).sum())
-            for at, name in enumerate(trace.names)
-            if name.startswith(begins)
-        ]
-        if counts and max(counts):
-            return max(counts)
-    return 0
 
 
 def _unit(sides):
@@ -326,6 +312,8 @@ def show_against(found):
             f"\none {found['unit']}: {found['old_us'] / 1e3:,.3f} → "
             f"{found['new_us'] / 1e3:,.3f} ms, {speed:.3f}× the speed"
         )
+    if found["unit"] == "step" and not found["batches"]:
+        _wrapped("batch sizes are not in the files: steps are compared", "")
     devices = found["devices"]
     if all(devices) and devices[0] != devices[1]:
         _wrapped(

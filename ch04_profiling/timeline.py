@@ -211,8 +211,9 @@ def picture(trace, account, low, high, title=""):
     axes.set(xlim=(low / 1e6, high / 1e6), ylim=(max(at, 1), -1))
     axes.set_xlabel(f"ms into the trace{more}")
     axes.spines[["top", "right", "left"]].set_visible(False)
+    device = "GPU" if account.on_gpu else "CPU"
     for place, title, kinds in (
-        ("upper", "the GPU's time: who owns it", COLOURS),
+        ("upper", f"the {device}'s time: who owns it", COLOURS),
         ("lower", "what a thread does", HOST),
     ):
         shown = {kind: seen[kind] for kind in seen if kind in kinds}

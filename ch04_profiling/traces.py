@@ -482,7 +482,7 @@ def _walk(text, header, columns, damaged):
         _gather(text, columns, damaged)
         return
     if first != "{":
-        what = "is empty" if not first else "is not JSON"
+        what = "is empty" if not first else _what_else(text)
         if text.cut:
             what = "is damaged and cannot be unpacked"
         raise bench.Refusal(f"{text.label}: {what}, so not a trace")
@@ -513,6 +513,16 @@ def _walk(text, header, columns, damaged):
                 f"{text.label}: is not JSON, so not a trace"
             ) from None
         damaged.append(1)
+
+
+def _what_else(text):
+    """Say what a text is that begins neither an object nor a list."""
+    try:
+        text.value()
+        alone = not text.peek()
+    except (StopIteration, ValueError):
+        alone = False
+    return "is one value of JSON" if alone else "is not JSON"
 
 
 def _gather(text, columns, damaged):
@@ -621,8 +631,10 @@ def _finish(text, columns, header, damaged, label):
     if bad:
         trace.warn(
             "damaged-events",
-            f"{bad} entries could not be read as timed events and were left "
-            "out",
+            "1 entry could not be read as a timed event and was left out"
+            if bad == 1
+            else f"{bad:,} entries could not be read as timed events and "
+            "were left out",
         )
     operators = (kept["kind"] == names.OPERATOR).any()
     if columns.indices > 1 and operators:

@@ -16,8 +16,10 @@ from ch04_profiling.accounting import (
     CODE,
     LONG_CALL_NS,
     account,
+    by_name,
     inside,
     of_gpu_job,
+    optimizing,
     overlap_ns,
     seen,
 )
@@ -28,10 +30,12 @@ CPU_NOTABLE = 0.30  # and calling operators is more of a CPU program's time
 STARTING = 0.10  # of start-up in a profile that should be of steps
 COMPUTING = 0.80  # from here on the GPU itself is the bottleneck
 LITTLE_IDLE = 0.10  # below, what it works at is worth a finding too
+UNEXPLAINED = 0.5  # of the span: the rest is not worth reading
 MOST = 3  # findings
 
 FEW_EVENTS, SHORT_NS = 20, 5_000_000
 TINY_KERNEL_US = 10.0
+ITEMS, ITEMS_IN_ALL = 20, 100  # of a step, of a recording without steps
 
 CURES = {
     "data-bound": ("6.1.1", "ch06_single_gpu_perf.loader_workers"),
@@ -50,6 +54,9 @@ KINDS = list(CURES)
 IN_PYTHON = "4.5.1", "ch04_profiling.py_spy"
 ALLOCATING = "7.1", "ch07_memory.caching_allocator"
 COPYING = "6.4.1", "ch06_single_gpu_perf.tensor_creation"
+COMPILED = re.compile(r"compile_inner|bw_compiler|backward_impl")
+COUNTERS = "4.4.2", "ch04_profiling.nsight_compute"
+OPERATORS = "4.3.1", "ch04_profiling.profile_ops"
 WORKING = ("compute-bound", "bandwidth-bound")
 
 
@@ -107,9 +114,12 @@ class Rank:
     def gpu_window(self):
         """Return first and last ns of the device's work."""
         trace, gpu = self.trace, self.account.gpu
-        if not len(gpu):
+        _, _, starts, ends = self.account.between
+        starts = np.concatenate([trace.start[gpu], starts])
+        ends = np.concatenate([trace.end[gpu], ends])
+        if not len(starts):
             return 0, self.span
-        return int(trace.start[gpu].min()), int(trace.end[gpu].max())
+        return int(starts.min()), int(ends.max())
 
     @property
     def too_short(self):
@@ -133,6 +143,17 @@ class Rank:
         """Say whether nothing but marks and ranges was recorded."""
         known = self.share("idle_loader", "idle_compilation")
         return not (known or self.account.on_gpu or seen(self.trace))
+
+    @property
+    def unread(self):
+        """Say whether the work of a device, or all of it, is not there."""
+        gpu = not self.account.on_gpu and of_gpu_job(self.trace)
+        return gpu or self.empty
+
+    @property
+    def unexplained(self):
+        """Return the share that is idle without any event that says why."""
+        return self.share("idle_unknown") - self.queued
 
 
 def _finding(kind, rank, share, gain, evidence, cure=None):
@@ -193,20 +214,15 @@ def host_bound(rank):
     low, high = rank.gpu_window()
     unseen = account.parts_ns(low, high)["idle_unknown"] / rank.span
     unseen = max(unseen - rank.queued, 0.0)
+    if rank.unexplained > UNEXPLAINED:
+        unseen = 0.0  # as after a wrong clock: nobody's
     total = share + unseen + memory
     enough = HOST_NOTABLE if account.on_gpu else CPU_NOTABLE
     if total < enough and memory < NOTABLE:
         return None
-    length, start = rank.longest("idle_host")
-    gaps = int((account.owner == CODE["idle_host"]).sum())
     said = []
     if share >= NOTABLE / 5:
-        said.append(
-            f"for {_ms(rank.parts['idle_host'])} in {gaps:,} gaps nothing "
-            "was ready to run because the host had not got so far "
-            "(operators, launches, Python); longest "
-            f"{_ms(length)} at {rank.at(start)}"
-        )
+        said.append(_behind(rank))
     cure = None
     if account.on_gpu and len(account.gpu):
         lengths = trace.end[account.gpu] - trace.start[account.gpu]
@@ -238,6 +254,24 @@ def host_bound(rank):
         said.append("events are missing, so this is an upper bound")
     evidence = "; ".join(said)
     return _finding("host-bound", rank, total, total, evidence, cure)
+
+
+def _behind(rank):
+    """Say how long nothing ran because the host had not got so far."""
+    length, start = rank.longest("idle_host")
+    lost = _ms(rank.parts["idle_host"])
+    longest = f"longest {_ms(length)} at {rank.at(start)}"
+    if not rank.account.on_gpu:
+        return (
+            f"{lost} went into operators too short to count as work, and "
+            f"between operators; {longest}"
+        )
+    gaps = int((rank.account.owner == CODE["idle_host"]).sum())
+    return (
+        f"for {lost} in {_counted(gaps, 'gap')} nothing was ready to run "
+        "because the host had not got so far (operators, launches, Python); "
+        f"{longest}"
+    )
 
 
 def _long_launches(rank):
@@ -395,24 +429,52 @@ def sync_bound(rank):
 
 
 def _item_storm(rank):
-    """Without a GPU ``.item()`` waits for nothing, but it is there."""
+    """Without a GPU ``.item()`` waits for nothing, but it is there.
+
+    An optimizer keeps its counts, and a loader its labels, on the host: to
+    read those makes no GPU wait.
+    """
     trace = rank.trace
     operator = trace.kind == names.OPERATOR
     if not operator.any() or of_gpu_job(trace):
         return None
-    named = np.array([n == "aten::item" for n in trace.names])
-    chosen = operator & named[trace.name]
+    chosen = operator & by_name(trace, lambda n: n == "aten::item")[trace.name]
+    loading = inside(rank.account.loader, trace.start)
+    chosen &= ~(loading | inside(optimizing(trace), trace.start))
     count = int(chosen.sum())
-    if count < 100 or count < 0.1 * operator.sum():
+    steps = max(_begun(rank).values())
+    many = count >= ITEMS * steps
+    if not steps:
+        many = count >= ITEMS_IN_ALL and count >= 0.02 * operator.sum()
+    if not many or not count:
         return None
     total = int((trace.end - trace.start)[chosen].sum())
+    each = f", {count / steps:,.0f} in each step" if steps else ""
     evidence = (
-        f"{count:,} × .item() ({_percent(count / operator.sum())} of all "
-        f"operators, {_ms(total)}); on a GPU each would make the host wait "
-        f"for all work before it; first at {rank.at(trace.start[chosen][0])}"
+        f"{count:,} × .item(){each} ({_percent(count / operator.sum())} of "
+        f"all operators, {_ms(total)}); on a GPU each would make the host "
+        f"wait for all work before it; first at "
+        f"{rank.at(trace.start[chosen][0])}"
     )
     share = total / rank.span
     return _finding("sync-bound", rank, share, share, evidence)
+
+
+def _begun(rank):
+    """Return how many steps were marked, and begun in other ways."""
+    trace, found = rank.trace, {"marks": len(rank.account.steps)}
+    host = np.bincount(
+        trace.name[trace.kind != names.GPU], minlength=len(trace.names)
+    )
+    for begins in ("Optimizer.step#", "enumerate(DataLoader)#"):
+        mine = [name.startswith(begins) for name in trace.names]
+        found[begins] = int(host[mine].max(initial=0))
+    return found
+
+
+def steps_of(rank):
+    """Return the number of steps: marks, else optimizers, else batches."""
+    return next((count for count in _begun(rank).values() if count), 0)
 
 
 def _idle_in_uploads(rank):
@@ -587,7 +649,8 @@ def compilation(rank):
     named = np.array(
         [bool(names.COMPILATION_NAME.search(n)) for n in trace.names]
     )
-    frames = named & np.array(["compile_inner" in n for n in trace.names])
+    # a frame; a gradient's part is compiled later, by its first backward
+    frames = named & by_name(trace, lambda n: bool(COMPILED.search(n)))
     hosts = trace.kind != names.GPU
     events = np.flatnonzero(frames[trace.name] & hosts)
     if not len(events):
@@ -599,11 +662,12 @@ def compilation(rank):
             outer += 1
             reach[lane] = trace.end[event]
     length, start = rank.longest("idle_compilation")
+    stop = "stops" if outer == 1 else "stop"
     evidence = (
-        f"{outer} compilations stop the program for "
+        f"{_counted(outer, 'compilation')} {stop} the program for "
         f"{_ms(rank.parts['idle_compilation'])}, longest {_ms(length)} at "
-        f"{rank.at(start)}; a step that still compiles after warming up is "
-        "being recompiled (TORCH_LOGS=recompiles says why)"
+        f"{rank.at(start)}; the first ones belong into a warm-up, and what "
+        "compiles after it is recompiled (TORCH_LOGS=recompiles says why)"
     )
     return _finding("compilation", rank, share, share, evidence)
 
@@ -627,7 +691,7 @@ def working(rank):
     if moved >= NOTABLE / 5:
         also = f" (copies on the device and fills {_percent(moved)})"
     if unknown > share / 2:
-        also += f", of unknown kind {_percent(unknown)}"
+        also += f", of other kinds {_percent(unknown)}"
     low, high = rank.gpu_window()
     busy = sum(rank.parts[p] for p in names.WORK) / max(high - low, 1)
     evidence = (
@@ -638,13 +702,9 @@ def working(rank):
         f"{_percent(rank.share(*names.IDLE))}"
     )
     cure = COPYING if streams > products and 2 * moved > streams else None
-    found = _finding(kind, rank, share, share, evidence, cure)
     if parts == ("other_kernel",):  # what bounds it, counters must say
-        found |= {
-            "section": "4.4.2",
-            "script": "ch04_profiling.nsight_compute",
-        }
-    return found
+        cure = COUNTERS if rank.account.on_gpu else OPERATORS
+    return _finding(kind, rank, share, share, evidence, cure)
 
 
 def copying(rank):
@@ -699,7 +759,7 @@ WAITS = (
 
 def findings_of(rank):
     """Return one rank's findings, those with most to gain first."""
-    if not rank.account.on_gpu and of_gpu_job(rank.trace):
+    if rank.unread:
         return [_no_gpu(rank)]
     if rank.too_short:
         tried = (start_up, compilation, sync_bound)
@@ -723,11 +783,11 @@ def findings_of(rank):
     if not rank.account.on_gpu:
         # what would stop a GPU is said before what keeps this CPU busy
         found.sort(key=lambda f: f["kind"] != "sync-bound")
-        found = found[: MOST - 1] + [_no_gpu(rank)]
     return found
 
 
 def _no_gpu(rank):
+    """Return the finding that a trace does not show what it should."""
     gpu = of_gpu_job(rank.trace)
     said = {w["kind"]: w["text"] for w in rank.trace.warnings}
     cut = "truncated" in said
@@ -742,9 +802,6 @@ def _no_gpu(rank):
         if gpu
         else "neither operators nor kernels are in the file: nothing was "
         "recorded of what the program did (py-spy sees Python alone)"
-        if rank.empty
-        else "no kernel and no copy is in the file: read as a CPU program, "
-        "where the innermost operators are the work"
     )
     return _finding("no-gpu-events", rank, 1.0, 0.0, evidence)
 
@@ -824,6 +881,8 @@ def several(ranks):
     for rank in ranks:
         for finding in findings_of(rank):
             by_kind.setdefault(finding["kind"], []).append(finding)
+    if not all(rank.unread for rank in ranks):
+        by_kind.pop("no-gpu-events", None)  # a note, beside what was read
     if len(ranks) == 1:
         return [f for rows in by_kind.values() for f in rows][:MOST]
     ordered = []
@@ -860,8 +919,12 @@ def warnings_of(rank):
     def warn(kind, text):
         said.append({"kind": kind, "text": text})
 
-    if not account.on_gpu:
-        warn("no-gpu-events", _no_gpu(rank)["evidence"])
+    if not account.on_gpu and not rank.unread:
+        warn(
+            "no-gpu-events",
+            "no kernel and no copy is in the file: read as a CPU program, "
+            "where the innermost operators are the work",
+        )
     start = rank.share("idle_start_up") - rank.allocating
     if start >= STARTING or rank.begins_late:
         much = f" ({_percent(start)} of it)" if start >= STARTING else ""
@@ -873,11 +936,10 @@ def warnings_of(rank):
             f"the program's start is in the recording{much}: {worth}; record "
             "after a warm-up (torch.profiler.schedule)",
         )
-    unknown = rank.share("idle_unknown") - rank.queued
-    if unknown > 0.5 and seen(trace):
+    if rank.unexplained > UNEXPLAINED and seen(trace):
         warn(
             "unexplained-idle",
-            f"{_percent(unknown)} of the span is idle and "
+            f"{_percent(rank.unexplained)} of the span is idle and "
             "no event says why: not worth reading, unless the program did "
             "something else meanwhile; an event with a wrong clock also "
             "looks like this",
@@ -919,8 +981,17 @@ def warnings_of(rank):
     elif not account.steps:
         warn(
             "no-step-marks",
-            "no step is marked: call prof.step() after each one",
+            "no step is marked: give torch.profiler.profile a schedule= and "
+            "call prof.step() after each step, or wrap each in "
+            "record_function('ProfilerStep#n')",
         )
+        if steps_of(rank) == 1:
+            warn(
+                "partial-step",
+                "one step only: nothing to compare it with; a first one "
+                "also makes what later ones keep, such as the optimizer's "
+                "state",
+            )
     rows = copies(rank)
     if rows and all(row["bytes"] is None for row in rows.values()):
         warn("no-byte-counts", "copies were recorded without their bytes")
@@ -972,6 +1043,11 @@ def _warn_of_world(rank, warn):
 def warnings_of_all(ranks):
     """Return the warnings of all ranks, and those about the set of them."""
     said, merged = {}, []
+    unread = [rank for rank in ranks if rank.unread]
+    if len(unread) < len(ranks):  # else it is the finding
+        for rank in unread:
+            row = rank, _no_gpu(rank)["evidence"]
+            said.setdefault("no-gpu-events", []).append(row)
     for rank in ranks:
         for warning in warnings_of(rank):
             key = warning["kind"]

@@ -6,11 +6,13 @@ Expect    time follows the bytes: x + v a b moves 8 N numbers apart, 4 N in
 Run       python -m ch06_single_gpu_perf.fused_operators [--smoke] [--save]
 """
 
+import time
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common import answers, bench, machine, timers
+from common import answers, bench, judging, machine, timers
 
 
 def separate_multiply_add(x, a, b, value):
@@ -28,11 +30,18 @@ def matmul_then_bias(x, weight, bias):
     return x @ weight.T + bias
 
 
+def matmul_then_bias_in_place(x, weight, bias):
+    """Add the bias where the product lies: still two operators, one result."""
+    y = x @ weight.T
+    y += bias
+    return y
+
+
 def linear(x, weight, bias):
     """Let the matrix product (addmm) start from the bias instead of zero.
 
-    On a GPU, that is.  A CPU's addmm copies the bias into the result first,
-    which saves nothing but an operator.
+    A GPU adds it before it writes.  A CPU's addmm copies the bias into all
+    rows of the result first and then reads them: as many bytes as apart.
     """
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -133,15 +142,25 @@ class Traffic(TorchDispatchMode):
 
     Bytes are those of the tensors that an operator reads and writes; what a
     kernel keeps for itself is not seen.  Views and empty tensors move none.
+    ``within`` is what an operator does before its own work: a CPU's addmm
+    copies the bias into the result.  ``largest`` is the largest tensor.
+    With a device, ``seconds`` has the time of each, waited for.
     """
 
-    def __init__(self):
+    def __init__(self, device=None):
         super().__init__()
-        self.operators = []
+        self.operators, self.within, self.seconds = [], [], []
+        self.largest, self.device = 0, device
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.device:
+            timers.synchronize(self.device)
+        start = time.perf_counter()
         result = operator(*args, **kwargs)
+        if self.device:
+            timers.synchronize(self.device)
+        seconds = time.perf_counter() - start
         name = operator._schema.name
         given, read, written = set(), {}, []
         for i, argument in enumerate(operator._schema.arguments):
@@ -156,18 +175,28 @@ class Traffic(TorchDispatchMode):
                     written.append(tensor)
         written += [t for t in tensors(result) if place(t) not in given]
         if written and "empty" not in name:
-            moved = sum(map(touched_bytes, [*read.values(), *written]))
+            sizes = list(map(touched_bytes, [*read.values(), *written]))
+            self.largest = max(self.largest, *sizes)
             flops = operator_flops(operator, args, kwargs, result)
+            moved = sum(sizes)
+            if name == "aten::addmm" and result.device.type == "cpu":
+                self.within.append((name, touched_bytes(result), 0))
+                moved += touched_bytes(result)  # read what was copied
             self.operators.append((name, moved, flops))
+            self.seconds.append(seconds)
         return result
 
     @property
+    def work(self):
+        return self.operators + self.within
+
+    @property
     def bytes(self):
-        return sum(moved for _, moved, _ in self.operators)
+        return sum(moved for _, moved, _ in self.work)
 
     @property
     def flops(self):
-        return sum(flops for _, _, flops in self.operators)
+        return sum(flops for _, _, flops in self.work)
 
 
 def tensors(value):
@@ -206,13 +235,14 @@ def operator_flops(operator, args, kwargs, result):
     return count(*args, **kwargs, out_val=result) if count else 0
 
 
-def counted(function, inputs, held=()):
+def counted(function, inputs, held=(), device=None):
     """Run forward and backward; return the answer and what was counted.
 
     Args:
         function: of the ``inputs``; its result is one tensor.
         inputs: gradients are asked of those that require one.
         held: tensors that live anyway, such as a layer's weights.
+        device: to time each operator there, too.
 
     Returns:
         (answer, traffic of forward, of backward, bytes kept for backward).
@@ -225,7 +255,7 @@ def counted(function, inputs, held=()):
             kept[place(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    forward, backward = Traffic(), Traffic()
+    forward, backward = Traffic(device), Traffic(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), forward:
         output = function(*inputs)
     start = starting_gradient(output)
@@ -313,6 +343,7 @@ def pairs(device, smoke=False):
     ]
     folded = fold_batch_norm(*norm)
     product = M * K + K * C + C + M * C
+    copied = 2 * M * C if device.type == "cpu" else 0  # the bias, see linear
     scores, mixed = B * H * T * T, B * H * T * D
     return [
         {
@@ -328,7 +359,11 @@ def pairs(device, smoke=False):
             "title": f"linear layer, ({M}, {K}) to ({M}, {C})",
             "rows": {
                 "matmul, add": (matmul_then_bias, product + 2 * M * C),
-                "linear": (linear, product),
+                "matmul, add_": (
+                    matmul_then_bias_in_place,
+                    product + 2 * M * C,
+                ),
+                "linear": (linear, product + copied),
             },
             "inputs": [wanted(M, K), wanted(C, K), wanted(C)],
             "backward": False,
@@ -338,9 +373,12 @@ def pairs(device, smoke=False):
             "rows": {
                 "linear, batch norm": (
                     lambda x: linear_then_batch_norm(x, *norm),
-                    product + 2 * M * C + 4 * C,
+                    product + copied + 2 * M * C + 4 * C,
                 ),
-                "batch norm folded": (lambda x: linear(x, *folded), product),
+                "batch norm folded": (
+                    lambda x: linear(x, *folded),
+                    product + copied,
+                ),
             },
             "inputs": [wanted(M, K)],
             "held": [*tensors(norm), *folded],
@@ -383,10 +421,11 @@ def pairs(device, smoke=False):
     ]
 
 
-def count_rows(pair, rates=()):
+def count_rows(pair, flops_per_s=None):
     """Count each row of a pair, and predict its time against the first's.
 
-    ``rates``: FLOP/s of matrix products and bytes/s of a copy.
+    With the FLOP/s of matrix products, bytes count at the rate of a copy as
+    large as the first row's largest tensor; without, they alone count.
 
     Raises:
         Mismatch: an answer, or a gradient, that is not the first row's.
@@ -397,8 +436,12 @@ def count_rows(pair, rates=()):
             function, pair["inputs"], pair.get("held", ())
         )
         found = dict(answers.parts(answer))
-        timed = forward.operators + pair["backward"] * backward.operators
+        timed = forward.work + pair["backward"] * backward.work
         if not rows:
+            rates = ()
+            if flops_per_s:
+                device = pair["inputs"][0].device
+                rates = flops_per_s, copy_rate(forward.largest, device)
             baseline, expected, first_s = name, found, bound_s(timed, *rates)
         error = answers.agree(name, found, baseline, expected, TOLERANCE)
         rows.append(
@@ -412,6 +455,7 @@ def count_rows(pair, rates=()):
                 "kept_bytes": kept,
                 "timed_bytes": sum(moved for _, moved, _ in timed),
                 "timed_flops": sum(flops for _, _, flops in timed),
+                "rates": rates,
                 "predicted": first_s / bound_s(timed, *rates),
                 "worst_error": error,
             }
@@ -453,15 +497,73 @@ def call(function, inputs, backward):
 
 
 def reading(predicted, row):
-    """Say how a measured ratio stands to the predicted one."""
+    """Say how a measured ratio stands to the predicted one.
+
+    They agree where the interval comes within ``MARGIN`` of the predicted
+    change, and the 2% by which two copies of one function differ.  One that
+    is wide enough to agree with much else says nothing.
+    """
     low, high = row["ratio_interval"]
-    if not row["differs"]:
+    if row["differs"] is None or row["verdict"].startswith("unsteady"):
         return row["verdict"]
-    if low > 1.25 * predicted:
+    change = min(predicted, abs(predicted - 1))
+    allowed = judging.SMALLEST + MARGIN * change
+    if low > predicted + allowed:
         return "more than predicted"
-    if high < predicted / 1.25:
+    if high < predicted - allowed:
         return "less than predicted"
-    return "about as predicted"
+    if high > WIDEST * low:
+        return "too noisy to judge"
+    return "about as predicted" if row["differs"] else row["verdict"]
+
+
+def times_apart(function, pair, rates, runs=10):
+    """Time operators one by one, beside what bytes and FLOPs ask for.
+
+    Returns:
+        {operator: (seconds, the shortest of some runs; ``bound_s``)}.
+    """
+    inputs, took = pair["inputs"], []
+    for _ in range(runs):
+        _, forward, backward, _ = counted(
+            function, inputs, pair.get("held", ()), inputs[0].device
+        )
+        modes = [forward, backward] if pair["backward"] else [forward]
+        took.append(sum((mode.seconds for mode in modes), []))
+    names = [name for mode in modes for name, _, _ in mode.operators]
+    found = {name: [0, 0] for name in names}
+    for name, least in zip(names, map(min, *took), strict=True):
+        found[name][0] += least
+    for work in sum((mode.work for mode in modes), []):
+        found[work[0]][1] += bound_s([work], *rates)
+    return found
+
+
+def because(row, pair, rates):
+    """Say which operator makes a row of the summary miss its prediction.
+
+    Of the side that is slower than predicted, the one that exceeds its
+    bytes and FLOPs the most, and by more than on the other side.
+    """
+    if "than predicted" not in row["reading"]:
+        return None
+    sides = [row["name"], row["against"]]
+    if row["reading"].startswith("more"):
+        sides.reverse()
+    at, other = (
+        times_apart(pair["rows"][name][0], pair, rates) for name in sides
+    )
+    over = {}
+    for name, (seconds, bound) in at.items():
+        seconds_there, bound_there = other.get(name, (0, 0))
+        over[name] = seconds - bound - (seconds_there - bound_there)
+    operator = max(over, key=over.get)
+    seconds, bound = at[operator]
+    return (
+        f"{row['name']}, {row['reading']}: "
+        f"{operator.removeprefix('aten::')} in {sides[0]!r} takes "
+        f"{seconds / bound:.1f} times what its bytes and FLOPs ask for"
+    )
 
 
 def figure(rows):
@@ -497,6 +599,8 @@ def figure(rows):
 
 
 TOLERANCE = (1e-4, 1e-4)  # gradients are sums over all rows
+MARGIN = 0.25  # of a predicted change
+WIDEST = 1.25**2  # an interval's high over its low: 25% to both sides
 COLUMNS = {
     "name": "row",
     "operators": "ops",
@@ -512,6 +616,7 @@ TECHNIQUES = (
     separate_multiply_add,
     addcmul,
     matmul_then_bias,
+    matmul_then_bias_in_place,
     linear,
     linear_then_batch_norm,
     fold_batch_norm,
@@ -529,14 +634,8 @@ def main(argv=None):
     args = bench.cli(__doc__, argv)
     peaks = None if args.smoke else machine.peaks(args.device)
     groups = pairs(args.device, args.smoke)
-    counts = []
-    for pair in groups:
-        rates = ()
-        if peaks:
-            largest = max(map(touched_bytes, tensors(pair["inputs"])))
-            copy = copy_rate(largest, args.device)
-            rates = peaks["gemm_flops"]["float32"], copy
-        counts.append(count_rows(pair, rates))
+    flops_per_s = peaks and peaks["gemm_flops"]["float32"]
+    counts = [count_rows(pair, flops_per_s) for pair in groups]
     bench.report(
         args,
         sum(counts, []),
@@ -544,7 +643,7 @@ def main(argv=None):
         title="Operators, bytes moved, bytes kept for backward; times the "
         "first row's speed, as they predict",
     )
-    summary = []
+    summary, reasons = [], []
     for pair, counted_rows in zip(groups, counts, strict=True):
         part = "forward and backward" if pair["backward"] else "forward"
         measured = bench.compare(
@@ -571,12 +670,14 @@ def main(argv=None):
                     "reading": reading(count["predicted"], row),
                 }
             )
+            reasons.append(because(summary[-1], pair, count["rates"]))
     bench.report(
         args,
         summary,
         [key for key in summary[0] if key != "against"],
         title="Predicted from bytes and FLOPs, and measured",
     )
+    print(*filter(None, reasons), sep="\n")
     print("not predicted: allocating, exp and other arithmetic of elements")
     return args.rows
 

@@ -6,8 +6,10 @@ Expect    n waits per step, fewer in every row, 0 in the last. On a GPU each
           has ended before Python goes on, the count falls and little else
 Run       python -m ch06_single_gpu_perf.hidden_syncs [--smoke] [--save]
           python -m ch06_single_gpu_perf.hidden_syncs --step module:function
-Limits    tensors from outside the step stand for the GPU's also where they
-          would lie on the host; a storage's own methods are not seen
+Limits    without a GPU, tensors from outside the step stand for its tensors,
+          also where they would lie on the host, and so does what the step
+          computes from them or makes on a named or default device; not seen
+          are a storage's own methods and threads that the step starts
 """
 
 import importlib
@@ -18,21 +20,27 @@ import torch
 
 from common import bench, seeding
 
-# Which operators and calls wait, and when: at(x) says where the tensors in x
-# lie, {"gpu"}, {"host"} or both; given: the arguments, out: what is returned.
+# Which operators and .calls() wait, and when, or how often: at(x) says where
+# the tensors in x lie, {"gpu"}, {"host"} or both; given: the arguments, out:
+# what is returned.
 WAITS = {
     # they read a value, an error code, the number of results
-    "_local_scalar_dense equal allclose cpu tolist numpy __array__ __dlpack__ "
-    "__repr__ __format__ untyped_storage new_tensor nonzero argwhere bincount "
-    "masked_select _unique _unique2 unique_dim unique_consecutive _ctc_loss "
+    "_local_scalar_dense equal nonzero argwhere bincount masked_select "
+    "_unique _unique2 unique_dim unique_consecutive _ctc_loss "
     "_linalg_check_errors _linalg_eigh _linalg_svd _linalg_eigvals linalg_eig "
-    "linalg_pinv linalg_lstsq cholesky embedding_renorm_ _coalesce "
-    "_to_sparse": lambda at, given, out: "gpu" in at(given),
+    "linalg_pinv linalg_lstsq cholesky embedding_renorm_ _coalesce _to_sparse "
+    "barrier .allclose .cpu .tolist .numpy .__array__ .__dlpack__ .__repr__ "
+    ".__format__ .untyped_storage .new_tensor": (
+        lambda at, given, out: "gpu" in at(given)
+    ),
     "repeat_interleave": lambda at, given, out: (
         "gpu" in at(given) and len(given) == 1  # unless told the size
     ),
-    "one_hot": lambda at, given, out: (
+    ".one_hot": lambda at, given, out: (
         "gpu" in at(given) and given[1:] in ([], [-1])
+    ),
+    "histc": lambda at, given, out: (  # unless told the range, reads both ends
+        2 * ("gpu" in at(given) and len({*[*given, 0, 0][2:4]}) == 1)
     ),
     "masked_fill masked_fill_ index_fill index_fill_ normal": (
         lambda at, given, out: "gpu" in at(given[1:][-1:])
@@ -53,27 +61,41 @@ WAITS = {
         )
     ),
     # they copy between pageable memory and the GPU
-    "_to_copy to type_as": lambda at, given, out: (
+    "_to_copy .type_as": lambda at, given, out: (
         len(at(given[0], out)) == 2 and not any(a is True for a in given)
+    ),
+    ".to": lambda at, given, out: (
+        not any(a is True for a in given)  # of non_blocking
+        and (
+            len(at(given[0], out)) == 2
+            or "cpu" in [str(a) for a in given[1:] if not torch.is_tensor(a)]
+            and at(given[0]) == {"gpu"}
+        )
     ),
     "copy_": lambda at, given, out: (
         len(at(given[:2])) == 2 and given[1].dim() and True not in given[2:]
     ),
-    "tensor as_tensor asarray": lambda at, given, out: (
-        "gpu" in at(given, out) and not torch.is_tensor(given[0])
+    ".new": lambda at, given, out: (
+        "gpu" in at(given[:1]) and any(type(a) in (list, tuple) for a in given)
+    ),
+    ".tensor .as_tensor .asarray": lambda at, given, out: (
+        not torch.is_tensor(given[0])
+        and ("gpu" in at(out))  # and read what of the list lies there
+        + sum(
+            x.numel()
+            for x in torch.utils._pytree.tree_leaves(given[0])
+            if at(x) == {"gpu"}
+        )
     ),
 }
 # Functions of torch that read what lies on the host on any machine: batches,
-# an optimizer's count of its steps, lengths of sequences.
+# an optimizer's count of its steps (not so ASGD's), lengths of sequences.
 HOST_WORK = {"DataLoader.__iter__", "_BaseDataLoaderIter.__next__"}
 HOST_WORK |= {"_get_value", "RNN.forward", "LSTM.forward", "GRU.forward"}
 
 
-def running_line():
-    """Return the line that runs: (place, code, torch's functions inside it).
-
-    The reader's nearest; else an installed package's, else the caller's.
-    """
+def running_line(thread):
+    """Return place and code of a step's line, and torch's calls inside it."""
     import linecache
     import os
     import sys
@@ -82,16 +104,14 @@ def running_line():
     owners = {torch.__file__.removesuffix("__init__.py"): "torch"}
     owners |= {"site-packages": "package", "dist-packages": "package"}
     owners |= {linecache.__file__.removesuffix("linecache.py"): "python"}
-    stacks = [sys._getframe(1), *sys._current_frames().values()]
-    stacks = [[*traceback.walk_stack(frame)] for frame in stacks]
-    called = [[f.f_code.co_qualname for f, _ in stack] for stack in stacks]
     # a GPU's backward runs in a thread of its own, which the step's awaits
-    runs = stacks[next(i for i, c in enumerate(called) if "hidden_syncs" in c)]
+    stacks = sys._getframe(1), sys._current_frames()[thread]
+    frames = [at for stack in stacks for at in traceback.walk_stack(stack)]
     lines, left = [], False
-    for frame, line in dict.fromkeys(stacks[0] + runs):
+    for frame, line in dict.fromkeys(frames):
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
         whose = next((owners[at] for at in owners if at in file), "reader")
-        if name.split(".")[0] != "hidden_syncs":
+        if name.split(".")[0] not in ("hidden_syncs", "DeviceContext"):
             lines.append(("caller" if left else whose, file, line, name))
         left = left or name == "hidden_syncs"
     order = ["reader", "package", "caller", "torch", "python"]
@@ -104,14 +124,16 @@ def running_line():
 def hidden_syncs(step):
     """List the calls in ``step()`` that wait for the GPU, with their lines.
 
-    Without a GPU the CPU's tensors stand for its tensors; not so what the step
-    makes without a device, computes from that alone, or does in a DataLoader.
+    Where there is none, the tensors from outside the step stand for a GPU's.
     """
+    import threading
     from unittest.mock import patch
+
+    from torch.utils._device import _device_constructors as makers
 
     rules = {name: WAITS[names] for names in WAITS for name in names.split()}
     places = torch.utils.weak.WeakIdKeyDictionary()  # where there is no GPU
-    rows, below, gpus = {}, [], []  # below: has an operator of a call waited
+    rows, below, gpus, thread = {}, [], [], threading.get_ident()
 
     def at(*tree, put=None):
         leaves = torch.utils._pytree.tree_leaves(tree)
@@ -124,63 +146,84 @@ def hidden_syncs(step):
         places.update((t, put) for t in given if put)
         return {places.get(t, "gpu") for t in given}
 
-    def count(call, named=False):
-        place, code, torchs = running_line()
-        own = HOST_WORK & {*torchs} or named and torchs[0]
-        pickled = "Tensor._reduce_ex_internal" in torchs
+    def count(call, waits, host=False):
+        place, code, via = running_line(thread)
+        row = {"place": place, "call": f".{call}()", "code": code}
+        own = HOST_WORK & {*via} and "ASGD.step" not in via or host and via[0]
+        pickled = "Tensor._reduce_ex_internal" in via
         if (gpus or not own) and (pickled or call != "untyped_storage"):
-            row = rows.setdefault((place, call, code), {"count": 0})
-            row |= {"place": place, "call": f".{call}()", "code": code}
-            row["count"] += 1
+            rows.setdefault(str(row), row | {"count": 0})["count"] += waits
 
     class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             given = [*args, *(kwargs or {}).values()]
             out, name = op(*args, **(kwargs or {})), op.__name__.split(".")[0]
             on_gpu = "gpu" in at(given) and name != "lift_fresh"  # of a list
-            if at(given):
-                base = on_gpu and getattr(out, "_base", None)
-                at(out, base, put="gpu" if on_gpu else "host")
-            if name in rules and rules[name](at, given, out):
-                if below:
-                    below[-1] = True
-                else:
-                    count(name)
+            base = on_gpu and getattr(out, "_base", None)
+            at(out, base, put=at(given) and ("gpu" if on_gpu else "host"))
+            waits = name in rules and int(rules[name](at, given, out))
+            if below:
+                below[-1] += waits
+            elif waits:
+                count(name, waits)
             return out
 
     class Calls(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            name, given = func.__name__, [*args, *(kwargs or {}).values()]
+            name, kwargs = func.__name__, kwargs or {}
+            given = [*args, *(kwargs[k] for k in kwargs if k != "copy")]
             words = [a for a in given if isinstance(a, (str, torch.device))]
+            for mode in torch.overrides._get_current_function_mode_stack():
+                words += [getattr(mode, "device", None)] * (func in makers())
             named = not gpus and "cpu" in map(str, words)
-            moves = name in ("cpu", "to", "type_as", "new_tensor")
+            moves = name in ("cpu", "to", "type_as", "new", "new_tensor")
             like = at(given[1:]) or at(given[:1])
             put = "gpu" if named or "gpu" in like and name != "cpu" else "host"
-            below.append(False)
-            out = func(*args, **(kwargs or {}))
+            below.append(0)  # how often its operators wait
+            out = func(*args, **kwargs)
             if moves and at(given[:1]) != {put}:
                 out = out.view_as(out)  # a copy is a tensor of its own
-            if moves or named or not at(given):
-                at(out, put=put)
-            waits = below.pop() and name != "one_hot"  # which a CPU checks
-            own = [*args, (kwargs or {}).get("non_blocking")]
-            waits |= named and name == "to" and all(a is not True for a in own)
-            if waits or name in rules and rules[name](at, given, out):
-                count(name, named)
+            at(out, put=(moves or named or not at(given)) and put)
+            waits, rule = below.pop(), rules.get(f".{name}")
+            if waits := int(rule(at, given, out)) if rule else waits:
+                count(name, waits, named and (moves or "cpu" in words))
             return out
 
-    seen, engine = Calls(), torch.autograd._engine_run_backward
+    seen, lift, real = Calls(), torch.ops.aten.lift_fresh, torch.from_numpy
 
-    def backward(*args, **kwargs):
+    def backward(*args, engine=torch.autograd._engine_run_backward, **kwargs):
         with seen:  # hooks make calls, too
             return engine(*args, **kwargs)
 
     Operators.supports_higher_order_operators = True
     with patch.object(torch.autograd, "_engine_run_backward", backward):
-        with patch.object(torch, "from_numpy", torch.as_tensor):  # is a call
+        with patch.object(torch, "from_numpy", lambda a: lift(real(a))):
             with torch.compiler.set_stance("force_eager"), Operators(), seen:
                 step()
     return list(rows.values())
+
+
+def warned_syncs(step):
+    """Let the host's waits for a GPU warn as they happen; return their places.
+
+    Needs CUDA. The place is Python's nearest line, in a backward torch's own.
+    """
+    import os
+    import warnings
+
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")  # else a line warns once
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return [
+        f"{os.path.basename(warning.filename)}:{warning.lineno}"
+        for warning in said
+        if "called a synchronizing" in str(warning.message)
+    ]
 
 
 def mask_by_index(x, mask, noise):
@@ -374,8 +417,14 @@ def flags(parser):
     parser.add_argument(
         "--step",
         metavar="MODULE:FUNCTION",
-        help="a training step of your own, called once without arguments",
+        help="a training step of your own, called without arguments: once, "
+        "on CUDA a second time under CUDA's own check",
     )
+
+
+def warned(args, step):
+    """Return where CUDA's own check warns, or None where there is no CUDA."""
+    return warned_syncs(step) if args.device.type == "cuda" else None
 
 
 def find_in(args):
@@ -384,12 +433,19 @@ def find_in(args):
         raise bench.Refusal(
             "--save keeps this chapter's own record; leave out --step"
         )
-    rows = hidden_syncs(importable(args.step))
+    step = importable(args.step)
+    rows = hidden_syncs(step)
     args.expect = None  # that of the chapter's own step
     if rows:
         bench.report(args, rows, COLUMNS, title=args.step)
     else:
         print(f"{args.step}: nothing in it waits for the GPU")
+    places = warned(args, step)
+    if places is not None:
+        found = sum(row["count"] for row in rows)
+        print(f"waits found: {found}; CUDA itself warns of {len(places)}")
+        if len(places) != found:
+            print("it warns at", ", ".join(dict.fromkeys(places)))
     if args.device.type == "cpu":
         print(
             "tensors of the CPU stood for the GPU's, except what the step "
@@ -402,6 +458,7 @@ def find_in(args):
 
 TECHNIQUES = (
     hidden_syncs,
+    warned_syncs,
     training_step,
     mask_by_index,
     mask_by_where,
@@ -436,12 +493,16 @@ def main(argv=None):
     )
     counted = []
     for name, (parts, expected) in variants.items():
-        found = hidden_syncs(stepper(args, parts))
+        step = stepper(args, parts)
+        found = hidden_syncs(step)
         waits = sum(row["count"] for row in found)
         counted.append({"row": name, "waits": waits, "predicted": expected})
+        places = warned(args, step)
+        if places is not None:
+            counted[-1]["CUDA warns"] = len(places)
         if name == "as written":
-            places = found
-    bench.report(args, places, COLUMNS, title="Waits in a step as written")
+            lines = found
+    bench.report(args, lines, COLUMNS, title="Waits in a step as written")
     bench.report(args, counted, title="Waits per step, found and predicted")
     if args.device.type == "cpu":
         if not args.smoke:

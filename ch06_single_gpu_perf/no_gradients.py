@@ -3,16 +3,19 @@
 Question  What does autograd keep and do for gradients that nobody reads?
 Expect    evaluating: the activations that forward keeps (0 bytes under
           no_grad and inference_mode), model.eval() or not; training a head on
-          a frozen backbone: only what the head needs, and a third of the
-          FLOPs: forward without the two matrix products of backward
+          a frozen backbone: only what the head needs, and the FLOPs of
+          forward alone: backward's two products per layer go, of which the
+          first layer has one, so L layers are 3 L - 1 products against L
 Run       python -m ch06_single_gpu_perf.no_gradients [--smoke] [--save]
 """
 
+import math
 import textwrap
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ch06_single_gpu_perf.fused_operators import reading
 from common import bench, seeding
 
 
@@ -87,20 +90,26 @@ def saved_bytes(function):
 
 
 class Operators(TorchDispatchMode):
-    """Count operators, all of them and the matrix products."""
+    """Count operators, all of them and the matrix products, and FLOPs."""
 
     def __init__(self):
         super().__init__()
-        self.total = self.products = 0
+        self.total = self.products = self.flops = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
         self.total += 1
-        self.products += op.overloadpacket.__name__ in (
+        if op.overloadpacket.__name__ in (
             "mm",
             "addmm",
             "linear",  # in one piece where autograd is off
-        )
-        return op(*args, **(kwargs or {}))
+        ):
+            self.products += 1
+            # (M, K) @ (K, N): each of the three sizes lies in two of these
+            first, second = [t for t in args if t is not None and t.dim() > 1]
+            sizes = first.numel() * second.numel() * out.numel()
+            self.flops += 2 * math.isqrt(sizes)
+        return out
 
 
 def operators(function):
@@ -108,6 +117,33 @@ def operators(function):
     with Operators() as counted:
         function()
     return counted.total, counted.products
+
+
+def product_flops(function):
+    """Return the FLOPs of the matrix products of ``function()``."""
+    with Operators() as counted:
+        function()
+    return counted.flops
+
+
+def summary(times, variants):
+    """Return the ratios that FLOPs predict, and those measured, by row."""
+    flops = {}
+    for name, (factory, *_) in variants.items():
+        function = factory()
+        function()
+        flops[name] = product_flops(function)
+    first = flops[times[0]["name"]]
+    return [
+        {
+            "name": row["name"],
+            "predicted": first / flops[row["name"]],
+            "measured": row["ratio"],
+            "interval": row["ratio_interval"],
+            "reading": reading(first / flops[row["name"]], row),
+        }
+        for row in times[1:]
+    ]
 
 
 def make_backbone(args):
@@ -145,7 +181,10 @@ def evaluations(args):
     def factory(function):
         def make():
             model, x = make_backbone(args)
-            return lambda: function(model, x)
+            if function is not forward_in_eval_mode:
+                return lambda: function(model, x)
+            function(model, x)  # switched once: the walk is not timed
+            return lambda: model(x)
 
         return make
 
@@ -294,13 +333,19 @@ def main(argv=None):
 
     variants = trainings(args)
     title = f"Training a head on {LAYERS} layers"
-    tables += bench.compare(
+    times = bench.compare(
         args,
         {name: factory for name, (factory, *_) in variants.items()},
         unit="step",
         budget_s=4.0,
         title=title,
     )
+    ratios = bench.report(
+        args,
+        summary(times, variants),
+        title="Speed predicted from the FLOPs of the matrix products",
+    )
+    tables += times + ratios
     tables += bench.report(
         args, counted(variants), COLUMNS, title=f"{title}, counted"
     )

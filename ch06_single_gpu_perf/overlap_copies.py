@@ -219,6 +219,20 @@ def in_words(copy_s, compute_s, predicted):
     )
 
 
+def missed(rows):
+    """Say which rows are slower than predicted by more than a twentieth."""
+    for row in rows:
+        if row["times"] > 1.05:
+            yield (
+                f"{row['name']}: {row['times'] - 1:.0%} above its prediction, "
+                "which knows neither the Python between"
+            )
+            yield (
+                "  batches nor what copies and compute take from each "
+                "other's caches"
+            )
+
+
 def figure(rows):
     """Draw what was measured against what was predicted."""
     import matplotlib
@@ -302,6 +316,8 @@ def main(argv=None):
         },
         title="From copy and compute, measured apart",
     )
+    if not args.smoke:
+        print(*missed(held), sep="\n")
     if device.type != "cuda":
         bench.left_out(
             args,

@@ -3,8 +3,10 @@
 Question  What does a tensor cost that is made anew in every step?
 Expect    made on the host and moved: two allocations and a copy, 12 N bytes
           of float32 written and read; on the device: one and none, 4 N;
-          reused with out=: neither. A big tensor that a CPU frees goes back
-          to the system, and the next one faults in N / page size pages again
+          reused with out=: neither. The numbers are computed in each case, so
+          the ratio is that of the parts' times, not of their bytes. A big
+          tensor that a CPU frees goes back to the system, and the next one
+          faults in N / page size pages again
 Run       python -m ch06_single_gpu_perf.tensor_creation [--smoke] [--save]
 """
 
@@ -17,7 +19,8 @@ import time
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import bench
+from ch06_single_gpu_perf.fused_operators import reading
+from common import bench, tables, timers
 
 MIB = 2**20
 SETTLING = 12  # tensors
@@ -122,11 +125,11 @@ def cost_of(function):
 def predicted(n):
     """Return allocations, copies and bytes written or read, by row."""
     return {
-        "list, then moved": (2, 1, 12 * n),
         "host tensor, then moved": (2, 1, 12 * n),
         "on the device": (1, 0, 4 * n),
         "default device": (1, 0, 4 * n),
         "reused with out=": (0, 0, 4 * n),
+        "list, then moved": (2, 1, 12 * n),
     }
 
 
@@ -134,13 +137,95 @@ def ways(n, device):
     """Return {row: factory}: fresh callables that give the same n numbers."""
     buffer = torch.empty(n, device=device)
     functions = {
-        "list, then moved": lambda: list_then_moved(n, device),
         "host tensor, then moved": lambda: host_then_moved(n, device),
         "on the device": lambda: on_the_device(n, device),
         "default device": lambda: on_the_default_device(n, device),
         "reused with out=": lambda: into_a_buffer(n, buffer),
+        "list, then moved": lambda: list_then_moved(n, device),
     }
     return {name: lambda f=function: f for name, function in functions.items()}
+
+
+def parts(n, device):
+    """Time apart what the rows are made of: {part: seconds}.
+
+    ``fill``: computing and writing the numbers, on the host and on the
+    device; ``empty``: an allocation; ``copy``: from host to device;
+    ``context``: what a ``torch.device`` block adds to one call.
+    """
+    cpu = torch.device("cpu")
+    host, buffer = torch.empty(n), torch.empty(n, device=device)
+
+    def in_a_block():
+        with torch.device(device):
+            torch.empty(0)
+
+    works = {
+        "fill_host": (lambda: into_a_buffer(n, host), cpu),
+        "empty_host": (lambda: torch.empty(n), cpu),
+        "fill": (lambda: into_a_buffer(n, buffer), device),
+        "empty": (lambda: torch.empty(n, device=device), device),
+        "copy": (lambda: buffer.copy_(host), device),
+        "block": (in_a_block, device),
+        "bare": (lambda: torch.empty(0, device=device), device),
+    }
+    found = {name: float("inf") for name in works}
+    for _ in range(7):  # in turn
+        for name, (work, where) in works.items():
+            took = timers.wall(work, 100, where)
+            found[name] = min(found[name], took)
+    found["context"] = max(0.0, found.pop("block") - found.pop("bare"))
+    return found
+
+
+def predicted_s(part):
+    """Add up the parts of each row that makes no list."""
+    made = part["fill"] + part["empty"]
+    moved = part["fill_host"] + part["empty_host"] + part["empty"]
+    return {
+        "host tensor, then moved": moved + part["copy"],
+        "on the device": made,
+        "default device": made + part["context"],
+        "reused with out=": part["fill"],
+    }
+
+
+def summary(times, part):
+    """Return predicted and measured ratios to the first row's, by row."""
+    seconds = predicted_s(part)
+    first = seconds[times[0]["name"]]
+    rows = []
+    for row in times[1:]:
+        ratio = first / seconds[row["name"]]
+        rows.append(
+            {
+                "name": row["name"],
+                "predicted": ratio,
+                "measured": row["ratio"],
+                "interval": row["ratio_interval"],
+                "reading": reading(ratio, row),
+            }
+        )
+    return rows
+
+
+def explained(rows, part):
+    """Say why bytes alone do not give the ratio: lines of text."""
+    measured = {row["name"]: row["measured"] for row in rows}
+    spared = tables.seconds(part["empty_host"] + part["copy"])
+    here, there = (tables.seconds(part[k]) for k in ("fill_host", "fill"))
+    yield (
+        f"on the device: {measured['on the device']:.2f}× the speed, where "
+        f"bytes alone say 3: {spared} of allocating and copying"
+    )
+    yield (
+        f"are spared, but the numbers themselves still take {there} "
+        f"(on the host {here})"
+    )
+    yield (
+        f"default device: its block costs {tables.seconds(part['context'])} "
+        "of Python for each tensor, whatever its size"
+    )
 
 
 def faults_and_time(size_bytes, times):
@@ -263,8 +348,7 @@ def main(argv=None):
         n = 2**22
     awaited = predicted(n)
     variants = ways(n, args.device)
-    if n > 2**20:
-        variants.pop("list, then moved")  # would take seconds
+    listed = variants.pop("list, then moved")
     times = bench.compare(
         args,
         variants,
@@ -278,6 +362,27 @@ def main(argv=None):
         budget_s=3.0,
         title=f"{n:,} numbers of float32",
     )
+    name = "host tensor, then moved"
+    lists = []
+    if n <= 2**20:  # else it would take seconds
+        lists = bench.compare(
+            args,
+            {"list, then moved": listed, name: variants[name]},
+            unit="tensor",
+            tolerance=None,
+            budget_s=1.0,
+            title=f"{n:,} numbers by way of a Python list",
+        )
+        variants["list, then moved"] = listed
+    part = parts(n, args.device)
+    ratios = bench.report(
+        args,
+        summary(times, part),
+        extra={"parts_s": part},
+        title="Speed predicted from the parts, each timed apart",
+    )
+    if not args.smoke:
+        print(*explained(ratios, part), "", sep="\n")
     rows = []
     for name, factory in variants.items():
         allocations, copies, _ = awaited[name]
@@ -307,7 +412,7 @@ def main(argv=None):
             "the bus between host and device, which a copy crosses only "
             "where there are two memories",
         )
-    return times + rows + faults
+    return times + lists + ratios + rows + faults
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ with the flags for your machine.
 
 import argparse
 import dataclasses
+import math
 import os
 import shlex
 import shutil
@@ -21,10 +22,12 @@ from common import gpt, machine
 from common.bench import Refusal
 
 
-def flag(default, help, *choices):
+def flag(default, help, *choices, least=None, most=2**31 - 1):
     """Describe a field that is also a command-line flag."""
+    limits = None if least is None else (least, most)
     return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices}
+        default=default,
+        metadata={"help": help, "choices": choices, "limits": limits},
     )
 
 
@@ -36,8 +39,10 @@ class Config:
     data: str = flag("embedded", "text: embedded, a path, hub:NAME, .tokens")
     device: str = flag("cpu", "cpu, cuda or mps")
     T: int | None = flag(None, "context; the preset's block size")
-    sequences: int = flag(8, "sequences per update, all ranks together")
-    micro_batch: int = flag(1, "sequences per forward, on each rank")
+    sequences: int = flag(
+        8, "sequences per update, all ranks together", least=1
+    )
+    micro_batch: int = flag(1, "sequences per forward, on each rank", least=1)
     attention: str = flag(
         "plain", "(T, T) scores in memory, or tile by tile", "plain", "fused"
     )
@@ -51,7 +56,7 @@ class Config:
     tokens: str = flag(
         "on-the-fly", "when text is tokenised", "on-the-fly", "once"
     )
-    workers: int = flag(0, "loader processes on each rank")
+    workers: int = flag(0, "loader processes on each rank", least=0, most=1024)
     transfer: str = flag(
         "blocking", "of batches to the device", "blocking", "prefetch"
     )
@@ -64,19 +69,29 @@ class Config:
         "none", "replicate or shard over ranks", "none", "ddp", "fsdp"
     )
     threads: int | None = flag(
-        None, "CPU threads of each rank; torch's default"
+        None, "CPU threads of each rank; torch's default", least=1, most=1024
     )
-    steps: int = flag(100, "optimizer updates")
-    lr: float = flag(6e-4, "highest learning rate")
-    warmup: int = flag(10, "updates until it is reached")
+    steps: int = flag(100, "optimizer updates", least=1)
+    lr: float = flag(6e-4, "highest learning rate", least=0, most=1e3)
+    warmup: int = flag(10, "updates until it is reached", least=0)
     min_lr: float | None = flag(None, "lowest at the end; a tenth of lr")
-    weight_decay: float = flag(0.1, "of matrices and embeddings")
-    clip: float = flag(1.0, "largest gradient norm; 0 does not clip")
+    weight_decay: float = flag(0.1, "of matrices and embeddings", least=0)
+    clip: float = flag(
+        1.0, "largest gradient norm; 0 does not clip", least=0, most=math.inf
+    )
     dropout: float = flag(0.0, "share of activations dropped")
-    seed: int = flag(0, "of weights, data order and dropout")
-    evaluate_every: int = flag(0, "updates between evaluations; 0: never")
-    evaluate_batches: int = flag(4, "of `sequences` windows each, held out")
-    save_every: int = flag(0, "updates between checkpoints; 0: at the end")
+    seed: int = flag(
+        0, "of weights, data order and dropout", least=0, most=2**32 - 1
+    )
+    evaluate_every: int = flag(
+        0, "updates between evaluations; 0: never", least=0
+    )
+    evaluate_batches: int = flag(
+        4, "of `sequences` windows each, held out", least=1
+    )
+    save_every: int = flag(
+        0, "updates between checkpoints; 0: at the end", least=0
+    )
     out: str | None = flag(None, "folder for checkpoint, metrics and curves")
     resume: bool = flag(False, "go on from the checkpoint in --out")
     vocab_size: int | None = flag(None, "the preset's; 50304 is padded")
@@ -139,17 +154,23 @@ def check(config: Config, world: int) -> None:
             raise Refusal(
                 f"--{field.name} {value}: unknown; known: {', '.join(allowed)}"
             )
+        if value is not None and (limits := field.metadata["limits"]):
+            least, most = limits
+            if not least <= value <= most:  # which a NaN is not either
+                most = "or more" if most == math.inf else f"to {most:.10g}"
+                raise Refusal(
+                    f"{spelt(field.name)} {value}: give {least} {most}"
+                )
     shape, each = config.model(), config.micro_batch * world
-    for name in ("sequences", "micro_batch", "steps", "evaluate_batches"):
-        if getattr(config, name) < 1:
-            raise Refusal(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("workers", "warmup", "clip", "evaluate_every", "save_every"):
-        if not getattr(config, name) >= 0:
-            raise Refusal(f"{spelt(name)} must be 0 or more")
-    if config.threads is not None and config.threads < 1:
-        raise Refusal("--threads must be at least 1")
-    if not 0 <= config.lr < 1e3:  # which a NaN is not either
-        raise Refusal(f"--lr {config.lr}: give a rate of 0 or more")
+    if config.min_lr is not None and not 0 <= config.min_lr <= config.lr:
+        raise Refusal(
+            f"--min-lr {config.min_lr}: give 0 to --lr, which is {config.lr}"
+        )
+    if config.lr * config.weight_decay > 1:
+        raise Refusal(
+            f"--weight-decay {config.weight_decay}: times --lr {config.lr} an "
+            "update takes more than a whole weight away; give less"
+        )
     if not 1 <= config.context() <= shape.block_size:
         raise Refusal(
             f"--T {config.T}: {config.preset} sees 1 to {shape.block_size} "
@@ -232,11 +253,13 @@ def flags(doc: str) -> argparse.ArgumentParser:
             how["metavar"] = "|".join(field.metadata["choices"])
         parser.add_argument(
             spelt(field.name),
-            default=field.default,
+            default=argparse.SUPPRESS,  # so that what was given is known
             help=f"{field.metadata['help']} ({field.default})",
             **how,
         )
-    parser.add_argument("--smoke", action="store_true", help="seconds only")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny and short where not told"
+    )
     return parser
 
 
@@ -245,8 +268,30 @@ def parse(doc: str, argv: Sequence[str] | None) -> Config:
     given = vars(flags(doc).parse_args(argv))
     smoke = os.environ.get("BENCH_SMOKE", "0") not in ("", "0")
     if given.pop("smoke") or smoke:
-        given |= {"preset": "gpt2-tiny", "steps": 3, "sequences": 2}
+        given |= smoke_sizes(given)
     return Config(**given)
+
+
+def smoke_sizes(given: dict) -> dict:
+    """Return what a smoke run makes small of all that was not given.
+
+    A context that was meant for a larger model is cut to the tiny one's.
+    """
+    each = given.get("micro_batch", Config.micro_batch)
+    each *= int(os.environ.get("WORLD_SIZE", 1))
+    sizes = {"preset": "gpt2-tiny", "steps": 3, "sequences": max(2, each)}
+    sizes = {name: n for name, n in sizes.items() if name not in given}
+    if "preset" in sizes:
+        longest = gpt.preset(sizes["preset"]).block_size
+        if (given.get("T") or 0) > longest:
+            sizes["T"] = longest
+    words = " ".join(f"{spelt(name)} {n}" for name, n in sizes.items())
+    if int(os.environ.get("RANK", 0)) == 0:
+        said = (
+            f"as if with {words}" if words else "of the sizes that were given"
+        )
+        print(f"smoke run {said}: its figures mean nothing", flush=True)
+    return sizes
 
 
 def spelt(name: str) -> str:

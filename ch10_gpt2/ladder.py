@@ -23,14 +23,11 @@ Expect    what each step should give is printed before it is measured
 Run       python -m ch10_gpt2.ladder [--smoke] [--save] [--only 10.4.5]
 """
 
-import contextlib
 import dataclasses
 import importlib
 import inspect
 import itertools
-import json
 import math
-import os
 import platform
 import statistics
 import textwrap
@@ -42,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ch07_memory import training_memory
 from ch10_gpt2 import log, predictions, train
+from ch10_gpt2.journal import Book, alone_in, key, make_folder
 from ch10_gpt2.race import (
     Plan,
     WorkerError,
@@ -51,14 +49,17 @@ from ch10_gpt2.race import (
     race,
     start,
 )
+from ch10_gpt2.sizes import size
 from ch10_gpt2.steps import TOLERANCE, Step
-from common import bench, gpt, judging, machine, ranks, tables, text, timers
+from common import bench, gpt, judging, machine, tables, timers
 
 SUMMARY = {
     "memory": ("10.3.6", "Memory: summary", "顯示記憶體最佳化小結"),
     "speed": ("10.4.10", "Speed: summary", "性能最佳化小結"),
 }
 CARDS = ("10.1", "10.2")
+STEPS, DATA = "ch10_gpt2.steps", "embedded"
+UNFINISHED = 3  # exit code: nothing was recorded, the same command goes on
 
 
 def missing(step: Step, plan: Plan) -> str | None:
@@ -167,8 +168,11 @@ def predict_speed(plan: Plan, step: Step, now, then, before: dict) -> dict:
     if saved is None:
         return {"predicted": words}
     ratio = seconds / max(seconds - saved, 0.05 * seconds)
+    said = f"about {ratio:.2f}×"
+    if saved >= seconds:
+        said = f"more than the whole update, counted as {ratio:.2f}×"
     return {
-        "predicted": f"about {ratio:.2f}×: {words}",
+        "predicted": f"{said}: {words}",
         "predicted_ratio": ratio,
     }
 
@@ -267,9 +271,10 @@ def judge(step: Step, row: dict, before: dict) -> tuple[str, str]:
             "that the launch works and computes the same, not what a second "
             "host is worth; for real ones see ch10_gpt2/launch"
         )
-    differs, words = judging.verdict(value, interval)
+    steady = row.get("steady") is not False
+    differs, words = judging.verdict(value, interval, steady)
     if not differs:
-        return "reverted", f"{words}: {ratio}"
+        return "reverted", f"{words.partition(':')[0]}: {ratio}"
     if value > 1:
         return "kept", f"faster: {ratio}"
     return "reverted", f"slower here: {ratio}"
@@ -464,83 +469,6 @@ def try_step(
     return row
 
 
-def is_finished(row: dict) -> bool:
-    """Say whether a row need not be tried again.
-
-    What stands behind one that must be was measured without it, so a log
-    is continued from there.
-    """
-    return row["verdict"] != "failed" and not row.get("not_reached")
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path):
-    """Refuse a folder that another ladder writes into at this time."""
-    lock = folder / "lock"
-    with contextlib.suppress(OSError, ValueError):
-        owner = int(lock.read_text())
-        if owner != os.getpid() and ranks.alive(owner):
-            raise bench.Refusal(
-                f"--out {folder}: process {owner} is writing a log there; "
-                "wait for it or name another folder"
-            )
-    bench.write_atomic(lock, str(os.getpid()))
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-
-
-class Book:
-    """The log on disk: written after every row, read back after a kill."""
-
-    def __init__(self, plan: Plan, header: dict, fresh: bool):
-        self.path = plan.out / "log.json"
-        self.data = header | {"rows": []}
-        old = None if fresh else self.read()
-        if old and old.get("key") == header["key"]:
-            for track in plan.tracks():
-                rows = [r for r in old["rows"] if r["track"] == track]
-                rows = list(itertools.takewhile(is_finished, rows))
-                if rows and rows[0]["verdict"] == "kept":
-                    self.data["rows"] += rows  # else it has no baseline
-            plan.updates = old.get("updates")
-        elif self.path.exists():
-            aside = self.path.with_name(f"log-{int(time.time())}.json")
-            self.path.replace(aside)
-            print(f"a log of another run is kept as {aside}")
-        self.plan = plan
-
-    def read(self) -> dict | None:
-        """Return the log, or nothing if there is none that can be read."""
-        try:
-            data = json.loads(self.path.read_text("utf-8"))
-            for row in data["rows"]:
-                row["track"], row["step"], row["section"], row["verdict"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return data
-
-    def row(self, track: str, name: str, section: str) -> dict | None:
-        """Return the finished row of a step."""
-        wanted = (track, name, section)
-        for row in self.data["rows"]:
-            if (row["track"], row["step"], row["section"]) == wanted:
-                return row
-        return None
-
-    def add(self, row: dict) -> None:
-        """Append a row and write the log."""
-        self.data["rows"].append(row)
-        self.save()
-
-    def save(self) -> None:
-        """Write the log beside and rename it."""
-        self.data["updates"] = self.plan.updates
-        text = json.dumps(self.data, indent=1, ensure_ascii=False)
-        bench.write_atomic(self.path, text + "\n")
-
-
 def wrapped(words: str) -> str:
     """Indent a sentence below its step, at most 100 columns wide."""
     margin = " " * 8
@@ -604,6 +532,12 @@ def start_ahead(plan: Plan, book: Book, tracks: list[str]) -> None:
                 applied.append(step.name)
 
 
+def rows_until(steps: list[Step], until: str | None) -> int:
+    """Count a track's rows up to a section; a whole one has a summary."""
+    last = [i + 1 for i, step in enumerate(steps) if step.section == until]
+    return last[-1] if last and last[-1] < len(steps) else len(steps) + 1
+
+
 def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
     """Try the steps of one track in their order; keep what helps.
 
@@ -612,6 +546,7 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
         ahead: rows that wait behind this track, for the budget.
     """
     steps = plan.tracks()[track]
+    ends = rows_until(steps, until)
     applied: list[str] = []
     before, holder = None, None
     for place, step in enumerate(steps):
@@ -626,7 +561,7 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
             book.add(row)
             say(row)
         if row is None:
-            left = len(steps) - place + 1 + ahead
+            left = ends - place + ahead
             row = try_step(
                 plan, step, applied, before, holder, row_seconds(plan, left)
             )
@@ -640,9 +575,8 @@ def climb(plan: Plan, track: str, book: Book, until: str | None, ahead: int):
                 f"the {track} baseline did not run: {row['reason']}"
                 + "; choose a smaller --preset or fewer --sequences" * smaller
             )
-        if until == step.section and place + 1 < len(steps):
-            if steps[place + 1].section != until:
-                return
+        if place + 1 == ends:
+            return
     section = SUMMARY[track][0]
     if any(r.get("not_reached") for r in book.data["rows"]):
         return
@@ -701,7 +635,7 @@ def flags(parser) -> None:
     add("--until", metavar="SECTION", help="stop after this section")
     add("--diff", metavar="STEP", help="show a step's source (or 'list')")
     add("--preset", help=f"model: {', '.join(gpt.PRESETS)}")
-    add("--data", default="embedded", help="text (see common/text.py)")
+    add("--data", default=DATA, help="text (see common/text.py)")
     add("--sequences", type=int, help="sequences per optimizer update")
     add("--budget", type=float, help="seconds for the whole log")
     add("--out", type=Path, help="folder of the log")
@@ -710,54 +644,39 @@ def flags(parser) -> None:
     add("--netns", action="store_true", help="10.4.9 in two namespaces")
     add(
         "--steps",
-        default="ch10_gpt2.steps",
+        default=STEPS,
         metavar="MODULE",
         help="module with the lists MEMORY and SPEED",
     )
 
 
-def size(device: torch.device, smoke: bool) -> tuple[str, int, float]:
-    """Choose preset, sequences per update and budget for a device.
+def refuse_another(args, **asked: bool) -> None:
+    """Refuse to record another log in the place of this machine's own.
 
-    Two configurations are alive at once. Each needs its state and, for the
-    memory baseline, all activations of an update with their gradients.
+    Args:
+        args: the flags.
+        asked: by the name of a flag, whether it asks for another log.
     """
-    if smoke:
-        return "gpt2-tiny", 4, 20.0
-    if device.type == "cpu":
-        return "gpt2-small-cpu", 4, 390.0
-    if device.type != "cuda":
-        return "gpt2-small-cpu", 4, 600.0
-    memory = torch.cuda.get_device_properties(device).total_memory
-    config = gpt.preset("gpt2")
-    state = gpt.state_bytes(config)["total"] * 1.25  # foreach's temporaries
-    sequence = gpt.activation_bytes(config, 1, 1024)["total"] * 1.5
-    for sequences in (8, 4, 2):
-        if 2 * (state + sequences * sequence) < 0.85 * memory:
-            return "gpt2", sequences, 600.0
-    return "gpt2-small-cpu", 8, 600.0
-
-
-def context(args, preset: str) -> int | None:
-    """Return the tokens per sequence of a log; None is the preset's own.
-
-    The CPU's model is that of the benchmark against nanoGPT, at a context
-    that lets every row have its turns in eight minutes on two cores.
-    """
-    if args.preset is not None or preset == "gpt2":
-        return None
-    return 32 if args.smoke else 96
+    flags = [f"--{name}" for name, another in asked.items() if another]
+    if args.save and flags:
+        raise bench.Refusal(
+            f"--save with {', '.join(flags)}: the record is of both tracks "
+            "at the size that suits this machine, and this would take its "
+            "place; leave out --save (the log stays in its folder) or the "
+            "rest"
+        )
 
 
 def make_plan(args) -> Plan:
     """Read the flags into what stays the same through both tracks."""
     device = args.device
-    preset, sequences, budget = size(device, args.smoke)
-    preset = args.preset or preset
+    own = size(device, args.smoke)
+    preset, sequences = args.preset or own.preset, own.sequences
     name = f"{device.type}-{preset}" + ("-smoke" if args.smoke else "")
     world = torch.cuda.device_count() if device.type == "cuda" else 2
     world = max(2, world)
     sequences += -sequences % world  # each rank has its share
+    usual = sequences
     if args.sequences is not None:
         if args.sequences < 1:
             raise bench.Refusal("--sequences must be at least 1")
@@ -778,7 +697,10 @@ def make_plan(args) -> Plan:
         "warmup": 2,
         "lr": 1e-3,
     }
-    base["T"] = context(args, preset)
+    base["T"] = own.T if preset == own.preset else None
+    another = {"preset": preset != own.preset}
+    another["sequences"] = sequences != usual
+    refuse_another(args, **another)
     try:
         module = importlib.import_module(args.steps)
         module.MEMORY, module.SPEED  # noqa: B018
@@ -795,7 +717,8 @@ def make_plan(args) -> Plan:
         threads=1 if args.smoke else torch.get_num_threads(),
         world=world,
         netns=args.netns,
-        budget_s=budget if args.budget is None else args.budget,
+        budget_s=own.budget_s if args.budget is None else args.budget,
+        why="as the flags ask" if any(another.values()) else own.why,
         out=args.out or Path("runs") / f"ladder-{name}",
         ceilings=machine.peaks(device),
     )
@@ -806,17 +729,6 @@ def make_plan(args) -> Plan:
     if args.only:
         plan.out = plan.out / f"only-{args.only}"
     return plan
-
-
-def make_folder(out: Path) -> None:
-    """Make the log's folder; only what is not refused leaves one behind."""
-    try:
-        (out / "traces").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise bench.Refusal(
-            f"--out {out}: cannot write there ({error.strerror}); "
-            "name another folder"
-        ) from None
 
 
 def tracks_until(plan: Plan, track: str | None, until: str | None) -> list:
@@ -840,46 +752,6 @@ def recorded_predictions() -> dict:
     except bench.Refusal as refusal:
         print(f"without predictions: {refusal}")
         return {}
-
-
-def sources() -> list[Path]:
-    """Return the files that decide what a row measures."""
-    own = ("race", "steps", "worker", "train", "checkpoints", "config")
-    lent = ("gpt", "judging", "ranks", "seeding", "text")
-    found = [bench.ROOT / "ch10_gpt2" / f"{n}.py" for n in (*own, "windows")]
-    found += [bench.ROOT / "common" / f"{name}.py" for name in lent]
-    operator = bench.ROOT / "ch09_advanced" / "custom_op"
-    found += [operator / "cross_entropy.cpp"]
-    module = importlib.import_module("ch10_gpt2.steps")
-    shown = [
-        name.partition(":")[0]
-        for step in module.MEMORY + module.SPEED
-        for name in step.shows
-        if ":" in name
-    ]
-    found += [Path(importlib.import_module(name).__file__) for name in shown]
-    return list(dict.fromkeys([*found, Path(training_memory.__file__)]))
-
-
-def key(plan: Plan) -> dict:
-    """Return what must be equal for a log to be continued."""
-    steps = importlib.import_module(plan.steps).__file__
-    return {
-        "base": plan.base,
-        "steps": plan.steps,
-        "sources": bench.digests(
-            p.relative_to(bench.ROOT).as_posix()
-            for p in sources()
-            if p.exists()
-        )
-        | {plan.steps: bench.script_hash(steps)[:16]},
-        "torch": torch.__version__,
-        "data": text.open_tokens(text.tokenize(plan.base["data"])).digest,
-        "threads": plan.threads,
-        "world": plan.world,
-        "netns": plan.netns,
-        "machine": machine.identity(plan.device),
-    }
 
 
 def resolve(name: str):
@@ -945,7 +817,9 @@ def main(argv=None) -> list[dict]:
     """Run the log; return its rows.
 
     Raises:
-        SystemExit: with code 1 when a step failed.
+        SystemExit: with code 1 when a step failed; else with 3 when
+            ``--save`` recorded nothing, because the budget ended before the
+            last row: the same command goes on.
     """
     args = bench.cli(__doc__, argv, add=flags)
     if args.diff:
@@ -954,10 +828,19 @@ def main(argv=None) -> list[dict]:
     if args.predict:
         words = ["--smoke"] * args.smoke + ["--save"] * args.save
         return predictions.main(words)
+    refuse_another(
+        args,
+        only=bool(args.only),
+        track=bool(args.track),
+        until=bool(args.until),
+        steps=args.steps != STEPS,
+        data=args.data != DATA,
+    )
     if args.only in CARDS:
-        name, _, _ = size(args.device, args.smoke)
+        own = size(args.device, args.smoke)
+        same = args.preset in (None, own.preset)
         config = train.Config(
-            preset=args.preset or name, T=context(args, name)
+            preset=args.preset or own.preset, T=own.T if same else None
         )
         config.model()  # refuses an unknown name
         if args.only == "10.1":
@@ -981,6 +864,8 @@ def main(argv=None) -> list[dict]:
         "peaks": plan.ceilings,
         "source": machine.source(),
         "preset": plan.base["preset"],
+        "sequences": plan.base["sequences"],
+        "size": plan.why,
         "smoke": plan.smoke,
         "command": ["python", "-m", "ch10_gpt2.ladder", *args.argv],
         "model": log.model_facts(config.model(), config.context()),
@@ -1008,31 +893,49 @@ def write_log(args, plan: Plan, chosen: list, header: dict) -> list[dict]:
         elif not args.until:
             start_ahead(plan, book, chosen)
         for i, track in enumerate(chosen if not args.only else []):
-            ahead = [len(plan.tracks()[t]) + 1 for t in chosen[i + 1 :]]
+            ahead = [
+                rows_until(plan.tracks()[t], args.until)
+                for t in chosen[i + 1 :]
+            ]
             last = args.until if track == chosen[-1] else None
             climb(plan, track, book, last, sum(ahead))
     except (KeyboardInterrupt, SystemExit):
         done = len(book.data["rows"])
         if done:
             log.render(book.data, plan.out)
-        print(f"stopped; {done} rows are kept: the same command goes on")
+        again = "the same command goes on"
+        if args.only or not done:
+            again = "the same command begins anew"
+        elif args.restart:
+            again = "the same command without --restart goes on"
+        print(f"stopped after {done} rows: {again}")
         raise
     finally:
         plan.close()
     rows = book.data["rows"]
     final = [r for r in rows if r["step"] == "summary" and r["config"]]
     if final:
+        kept = final[-1]["config"]
+        named = kept | {"out": f"runs/{plan.base['preset']}"}
         book.data["final"] = {
-            "command": train.command_line(final[-1]["config"], plan.world),
-            "config": final[-1]["config"],
+            "command": train.command_line(named, plan.world),
+            "config": kept,
         }
     book.save()
     print(f"written: {log.render(book.data, plan.out)}")
-    if args.save:
+    waiting = sum(bool(r.get("not_reached")) for r in rows)
+    if args.save and waiting:
+        print(
+            f"nothing is recorded: {waiting} rows were not reached in "
+            f"--budget {plan.budget_s:g} seconds; the same command goes on "
+            "with them"
+        )
+    elif args.save:
         log.save(args, book.data, plan.out)
-    failed = [r["step"] for r in rows if r["verdict"] == "failed"]
-    if failed:
+    if any(r["verdict"] == "failed" for r in rows):
         raise SystemExit(1)
+    if args.save and waiting:
+        raise SystemExit(UNFINISHED)
     return rows
 
 

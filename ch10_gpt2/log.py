@@ -1,6 +1,9 @@
 """LOG.md and its pictures, written from log.json and nothing else.
 
-Run       python -m ch10_gpt2.log FOLDER     (a folder with a log.json)
+A record is a log.json among others: it is written from that as well, but for
+the timelines, whose traces are not kept.
+
+Run       python -m ch10_gpt2.log FOLDER     (a log's, or a record's)
 """
 
 import gzip
@@ -10,11 +13,15 @@ import os
 import re
 import sys
 import textwrap
+import zlib
 from pathlib import Path
 
 from ch10_gpt2 import predictions
 from common import bench, gpt, machine, tables
 
+SCRIPT = "ch10_gpt2.ladder"  # whose record a log is
+# What reading a file raises that is not what it should be
+DAMAGED = AttributeError, IndexError, KeyError, TypeError, ValueError
 MIB = 2**20
 CATEGORIES = {  # one colour each in every memory picture
     "parameters": "#4c72b0",
@@ -448,9 +455,11 @@ def speed(row: dict) -> str:
     return text
 
 
+NEAR = 1.1  # how far a prediction may be from what it is held against
 HELD = (
     "A prediction is met where it lies within the measured interval widened "
-    "by 10%, or within 10% of what was measured without one."
+    "by 10%, or within 10% of what was measured without one. Within 10% of "
+    "the row kept before, no change was predicted."
 )
 
 
@@ -468,22 +477,56 @@ def outcome(row: dict) -> str:
         peak, expected = main_peak(row), row.get("predicted_bytes")
         if not peak or not expected:
             return ""
-        if abs(expected / peak[1] - 1) <= 0.1:
+        if abs(expected / peak[1] - 1) <= NEAR - 1:
             return "met"
         return f"missed: {peak[1] / MIB:,.1f} MiB for {expected / MIB:,.1f}"
     expected, ratio = expected_ratio(row), row["ratio_previous"]
     if not expected or not ratio:
         return ""
     low, high = row["ratio_interval"] or (ratio, ratio)
-    if low / 1.1 <= expected <= high * 1.1:
+    if low / NEAR <= expected <= high * NEAR:
         return "met"
     return f"missed: {ratio:.2f}× for {expected:.2f}×"
 
 
 def tally(rows: list[dict]) -> str:
-    """Count how many predictions were met."""
-    held = [outcome(row) == "met" for row in rows if outcome(row)]
-    return f"{sum(held)} of {len(held)} predictions met."
+    """Count how many predictions of a track were met.
+
+    That nothing changes is easily met where the noise is large, so it is
+    counted apart, a first row's bytes with the changes; a summary repeats
+    what its rows predicted.
+    """
+    met: dict[str, list[bool]] = {"a change was predicted": [], "none was": []}
+    kept = None
+    for row in rows:
+        expected, size = expected_ratio(row), row.get("predicted_bytes")
+        if row["track"] == "memory":
+            expected = size / kept if size and kept else None
+        if outcome(row) and row["step"] != "summary":
+            same = expected and 1 / NEAR <= expected <= NEAR
+            where = "none was" if same else "a change was predicted"
+            met[where].append(outcome(row) == "met")
+        if row["verdict"] == "kept":
+            kept = size
+    said = [
+        f"{sum(held)} of {len(held)} predictions met where {where}"
+        for where, held in met.items()
+        if held
+    ]
+    return ("; ".join(said) or "Nothing was predicted") + "."
+
+
+def compounded(rows: list[dict]) -> str:
+    """Say why a summary is not the product of the ratios above it."""
+    kept = [row for row in rows[:-1] if row["verdict"] == "kept"]
+    direct = rows[-1]["step"] == "summary" and rows[-1]["ratio_previous"]
+    if len(kept) < 3 or not direct:  # nothing is multiplied
+        return ""
+    return (
+        f"The kept ratios multiply to {kept[-1]['ratio_first']:.2f}, the "
+        f"first configuration and the last in turns gave {_ratio(rows[-1])}: "
+        "a product compounds the noise of every row, so the summary counts."
+    )
 
 
 def steps_rows(rows: list[dict], memory: bool) -> list[dict]:
@@ -516,6 +559,17 @@ def steps_rows(rows: list[dict], memory: bool) -> list[dict]:
             }
         )
     return lines
+
+
+def _size(data: dict) -> list[str]:
+    """Say what an update is and why; older logs do not know."""
+    if not data.get("size"):
+        return []
+    return [
+        "",
+        f"An update is {data['sequences']} sequences of {data['model']['T']} "
+        f"tokens. Why this size: {data['size']}.",
+    ]
 
 
 def _steps_table(rows: list[dict], memory: bool) -> str:
@@ -563,7 +617,7 @@ def _details(row: dict, picture: str | None) -> str:
     return "\n".join(lines)
 
 
-SHORT = {"activations": "activ.", "temporary": "temp."}
+SHORT = {"parameters": "param.", "activations": "activ.", "temporary": "temp."}
 
 
 def _predictions(found: dict, folder: Path) -> list[str]:
@@ -583,14 +637,21 @@ def _predictions(found: dict, folder: Path) -> list[str]:
         f"{found['torch']}). MiB per rank at the peak.",
         "",
     ]
-    parts = [k for k in CATEGORIES if any(c["bytes"].get(k) for c in cases)]
-    rows = predictions.case_rows(found)
-    headings = ["§", "step", "peak", *parts]
+    rows = [
+        row | {"moment": case.get("moment", "—")}
+        for row, case in zip(predictions.case_rows(found), cases, strict=True)
+    ]
+    parts = [k for k in CATEGORIES if {r.get(k, "0") for r in rows} != {"0"}]
+    headings = ["§", "step", "micro", "peak", "moment", *parts]
     lines += [
         _markdown(
             [SHORT.get(name, name) for name in headings],
             [[row.get(name, 0) for name in headings] for row in rows],
         ),
+        "",
+        "micro: micro-batches × sequences in each; moment: of the peak. At "
+        "the optimizer's step its temporary copies make it, and fewer "
+        "activations do not lower it.",
         "",
     ]
     if found.get("book"):
@@ -632,12 +693,31 @@ def _largest(found: dict) -> list[str]:
     ]
 
 
-def render(data: dict, folder: Path) -> Path:
+def _timeline(row: dict, folder: Path) -> tuple[str | None, str]:
+    """Draw a row's trace; return the picture's name, or what is missing.
+
+    Beside a record lie the pictures that were drawn, and no traces.
+    """
+    name = f"timeline-{row['track']}-{row['section']}-{row['step']}.png"
+    trace = folder / row["trace"]
+    if not trace.exists() and (folder / name).exists():
+        return name, ""
+    title = f"{row['section']} {row['step']}"
+    try:
+        return draw_timeline(trace, title, folder / name), ""
+    except (OSError, EOFError, zlib.error, *DAMAGED):
+        missing = f"No picture: `{trace.name}` is missing or damaged."
+        print(missing)
+        return None, missing
+
+
+def render(data: dict, folder: Path, source: str = "`log.json`") -> Path:
     """Write LOG.md and its pictures into ``folder``; return its path.
 
     Args:
         data: the content of log.json.
         folder: where ``traces/`` may lie; pictures go beside LOG.md.
+        source: where the page's reader finds ``data``.
     """
     rows = data["rows"]
     memory, speed = _of(rows, "memory"), _of(rows, "speed")
@@ -647,13 +727,15 @@ def render(data: dict, folder: Path) -> Path:
         machine.line(data["machine"]),
         "",
         f"Written by `{' '.join(data['command'])}`; every figure comes from "
-        "`log.json`. Each row was measured in turns with the row kept "
+        f"{source}. Each row was measured in turns with the row kept "
         "before it, in processes of their own: tok/s shows the two of the "
         "same turns, for the machine's speed changes from row to row. "
-        "× previous is the median ratio of the turns with its 99% interval "
+        "× previous is the median of the turns' ratios, not the quotient of "
+        "the two speeds, each a median of its own, with its 99% interval "
         "(fewer than 8 turns deserve the level that is written before it), "
         "× first the product of the kept ratios (in the summaries: measured "
-        "directly).",
+        "directly). A ratio is unsteady, and claims nothing, where not every "
+        "third of the turns shows it.",
     ]
     if data.get("smoke"):
         pages += ["", "**A smoke run: the figures mean nothing.**"]
@@ -674,6 +756,7 @@ def render(data: dict, folder: Path) -> Path:
         "",
         f"T = {data['model']['T']}. FLOPs per trained token: 6 N + 12 L C T, "
         "kept: float32 activations of one sequence with plain attention.",
+        *_size(data),
         "",
         "## 10.2  The machine · 實驗環境與機器配置",
         "",
@@ -714,6 +797,7 @@ def render(data: dict, folder: Path) -> Path:
     about = model_and_machine(data)
     if speed:
         pages += [_steps_table(speed, memory=False), ""]
+        pages += [f"{compounded(speed)}\n"] * bool(compounded(speed))
     for picture, alt in (
         (draw_speed(rows, about, folder / "speed.png"), "speed of each step"),
         (draw_losses(rows, about, folder / "losses.png"), "their losses"),
@@ -722,14 +806,11 @@ def render(data: dict, folder: Path) -> Path:
             pages += [f"![{alt}]({picture})", ""]
     pages += ["## Step by step", ""]
     for row in rows:
-        picture = None
-        trace = folder / row["trace"] if row["trace"] else None
-        name = f"timeline-{row['track']}-{row['section']}-{row['step']}.png"
-        if trace and trace.exists() and not data.get("smoke"):
-            picture = draw_timeline(
-                trace, f"{row['section']} {row['step']}", folder / name
-            )
+        picture, said = None, ""
+        if row["trace"] and not missing and not data.get("smoke"):
+            picture, said = _timeline(row, folder)
         pages += [_details(row, picture), ""]
+        pages += [said, ""] * bool(said)
     if data.get("final"):
         pages += [
             "## Use it · 在這台機器上使用",
@@ -746,12 +827,22 @@ def render(data: dict, folder: Path) -> Path:
     return path
 
 
+def _beside(record: Path) -> Path:
+    """Return the folder of a record's page and pictures."""
+    return record.with_suffix("")
+
+
+def _named(record: Path) -> str:
+    """Name a record as the reader of its page finds it."""
+    return f"`{SCRIPT}` in `../{record.name}`"
+
+
 def save(args, data: dict, out: Path) -> None:
     """Keep the log as a record, with LOG.md and its pictures beside it."""
     extra = {k: v for k, v in data.items() if k not in ("rows", "machine")}
     extra.pop("predictions", None)  # a record of their own
     path = bench.record(args, data["rows"], extra)
-    folder = path.with_suffix("")
+    folder = _beside(path)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):
         old.unlink()
@@ -759,31 +850,50 @@ def save(args, data: dict, out: Path) -> None:
         r | {"trace": r["trace"] and str((out / r["trace"]).resolve())}
         for r in data["rows"]
     ]
-    print(f"and as text in {render(data | {'rows': rows}, folder)}")
+    page = render(data | {"rows": rows}, folder, _named(path))
+    print(f"and as text in {page}")
+
+
+def read(path: Path) -> tuple[dict, Path, str]:
+    """Find a log by its folder or file, its record by either as well.
+
+    Returns:
+        Its content, the folder of its page and the page's word for it.
+    """
+    if path.is_dir():
+        record = path.parent / f"{path.name}.json"
+        own = path / "log.json"
+        path = record if record.exists() and not own.exists() else own
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        if SCRIPT in data:
+            return data[SCRIPT], _beside(path), _named(path)
+        data["rows"]
+    except OSError as error:
+        raise bench.Refusal(f"{path}: {error.strerror}") from None
+    except DAMAGED:
+        raise bench.Refusal(f"{path}: not a log of the ladder") from None
+    return data, path.parent, f"`{path.name}`"
 
 
 def main(argv=None) -> None:
-    """Render the log.json of a folder again."""
-    folders = sys.argv[1:] if argv is None else argv
-    if len(folders) != 1:
-        raise bench.Refusal("give one folder that holds a log.json")
-    path = Path(folders[0]) / "log.json"
-    try:
-        data = json.loads(path.read_text("utf-8"))
-        rows = data["rows"]
-    except OSError as error:
-        raise bench.Refusal(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise bench.Refusal(f"{path}: not a log of the ladder") from None
+    """Render a log, or a record of one, again."""
+    paths = sys.argv[1:] if argv is None else argv
+    if len(paths) != 1:
+        raise bench.Refusal(
+            "give one folder that holds a log.json, or results/MACHINE.json"
+        )
+    data, folder, source = read(Path(paths[0]))
     data.setdefault("predictions", predictions.load())
     try:
-        page = render(data, path.parent)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        folder.mkdir(exist_ok=True)
+        page = render(data, folder, source)
+    except DAMAGED:
         raise bench.Refusal(
-            f"{path}: rows of a log are missing or damaged; run the ladder "
-            "with --restart"
+            f"{paths[0]}: rows of a log are missing or damaged; run the "
+            "ladder with --restart"
         ) from None
-    print(f"{page}: {len(rows)} rows")
+    print(f"{page}: {len(data['rows'])} rows")
 
 
 if __name__ == "__main__":

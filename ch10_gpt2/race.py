@@ -16,19 +16,20 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ch10_gpt2 import train
 from ch10_gpt2.steps import TOLERANCE, Step
-from common import bench, ranks
+from common import judging, ranks
 
 # Norms of the first update's gradients: of all together, and the worst of
 # one parameter. Where 16 bits are summed in another order they move by up to
 # 4e-5 and 2e-4 (7e-4 in a tiny model), by 2e-3 and 3e-3 where they begin
 GRADIENT_TOLERANCE = {"exact": 0.0, "close": 1e-3, "precision": 2e-2}
 PARAMETER_TOLERANCE = {"exact": 0.0, "close": 5e-3, "precision": 5e-2}
-# n rounds all lean one way by luck in 2^(1 - n) of comparisons: 0.8% and 3%
-FEWEST_ROUNDS, FEWEST_ROUNDS_LATE = 8, 6
+# n rounds all lean one way by luck in 2^(1 - n) of comparisons: 3%
+FEWEST_ROUNDS = 6
 # A later row's GradScaler may skip so many updates more, halving its scale
 SKIPS = 3
 
@@ -151,6 +152,7 @@ class Plan:
     out: Path
     ceilings: dict
     updates: int | None = None
+    why: str = ""  # this size
     spares: list = dataclasses.field(default_factory=list)
     compiling: list = dataclasses.field(default_factory=list)
     overheads: list = dataclasses.field(default_factory=list)
@@ -304,8 +306,7 @@ def race(plan: Plan, old: Worker | None, new: Worker, seconds: float) -> dict:
     rounds = []
     while True:
         late = time.monotonic() - begun > seconds
-        fewest = FEWEST_ROUNDS_LATE if late else FEWEST_ROUNDS
-        fewest = 1 if plan.smoke else fewest
+        fewest = 1 if plan.smoke else FEWEST_ROUNDS
         enough = len(reports[-1]) >= plan.updates
         enough = enough and len(rounds) >= fewest
         if enough and (late or plan.smoke or len(rounds) >= 60):
@@ -406,9 +407,15 @@ def first_norms(reports: list[dict]) -> list[dict]:
 
 
 def measured(plan: Plan, result: dict, config: train.Config) -> dict:
-    """Turn a race into the row's figures."""
+    """Turn a race into the row's figures.
+
+    ``round_seconds`` holds seconds per update of a round, (old, new) or
+    (new,), and ``steady`` what ``judging.lasts`` says of their ratios.
+    """
     tokens = config.sequences * config.context()
-    times = [r[-1] for r in result["rounds"]]
+    # as they are kept, so that the ratio can be found again from the log
+    rounds = [[round(t, 7) for t in times] for times in result["rounds"]]
+    times = [r[-1] for r in rounds]
     rates = [tokens / t for t in times]
     seen = result["new"][: plan.updates]
     losses = [u["loss"] for u in seen]
@@ -416,6 +423,7 @@ def measured(plan: Plan, result: dict, config: train.Config) -> dict:
         "tokens_per_s": statistics.median(rates),
         "spread": quartiles(rates),
         "rounds": len(times),
+        "round_seconds": rounds,
         "seconds": statistics.median(times),
         "data_s": statistics.median(u["data_s"] for u in result["new"][2:]),
         "loss": losses[-1],
@@ -426,12 +434,13 @@ def measured(plan: Plan, result: dict, config: train.Config) -> dict:
         "config": train.as_dict(config),
     }
     if result["old"] is not None:
-        others = [r[0] for r in result["rounds"]]
-        ratio, low, high = bench.bootstrap_ratio(others, times)
+        others = [r[0] for r in rounds]
+        ratio, low, high = judging.bootstrap_ratio(others, times)
         values["ratio_previous"] = ratio
         values["previous_tokens_per_s"] = tokens / statistics.median(others)
-        if len(times) >= FEWEST_ROUNDS_LATE:
+        if len(times) >= FEWEST_ROUNDS:
             values["ratio_interval"] = [low, high]
+            values["steady"] = judging.lasts(np.divide(others, times))
     return values
 
 

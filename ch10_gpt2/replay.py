@@ -99,13 +99,15 @@ def facts(row, before):
 
 
 def _before(found, row):
-    """Return the row of the same track that was kept before, or None."""
+    """Return the row that a row ran against, or None: a summary the first."""
     before = None
     for other in found["rows"]:
         if other is row:
             break
         if other["track"] == row["track"] and other["verdict"] == "kept":
             before = other
+            if row["step"] == "summary":
+                break
     return before
 
 
@@ -184,29 +186,49 @@ def book_memory():
 
 def pictured(found, number):
     """Display a section's recorded timeline, or bars of before and after."""
-    row = of(found, number)[-1] if of(found, number) else None
-    if row is None or row["verdict"] == "not-applicable":
-        print(f"{number}: not tried on this machine, nothing to draw")
+    rows = [row for row in of(found, number) if row["tokens_per_s"]]
+    if not rows:
+        print(f"{number}: did not run on this machine, nothing to draw")
         return
     if missing := log.cannot_draw():
         print(missing)
         return
     folder = Path(log.__file__).parent / "results" / found["machine"]["id"]
-    name = f"timeline-{row['track']}-{number}-{row['step']}.png"
+    last = rows[-1]
+    name = f"timeline-{last['track']}-{number}-{last['step']}.png"
     if (folder / name).exists():
         notebook.picture(folder / name)
         return
-    value = "peak_bytes" if row["track"] == "memory" else "tokens_per_s"
-    rows = [_before(found, row), *of(found, number)]
-    rows = [
+    value = "peak_bytes" if last["track"] == "memory" else "tokens_per_s"
+    bars = [bar for row in rows for bar in _pair(found, row)]
+    title = rows[0]["title"]
+    if len(rows) == 1:  # else a panel for each
+        title = bars[0]["title"]
+        bars = [{k: v for k, v in b.items() if k != "title"} for b in bars]
+    notebook.plot(bars, value, f"{title} · {rows[0]['title_zh']}")
+
+
+def _pair(found, row):
+    """Return a row's opponent and the row, as they ran in the same turns.
+
+    The opponent's own race was at another time, on a machine that has
+    changed its speed since.
+    """
+    before, title = _before(found, row), row["title"]
+    if row["track"] == "speed" and row["ratio_previous"]:
+        title += f": {row['ratio_previous']:.2f}× {log.interval(row)}".rstrip()
+    sides = [(row, row["tokens_per_s"])]
+    if before:
+        sides.insert(0, (before, row.get("previous_tokens_per_s")))
+    return [
         {
-            "name": r["step"],
-            "tokens_per_s": r["tokens_per_s"],
-            "peak_bytes": (log.main_peak(r) or [None, None])[1],
+            "name": side["step"],
+            "title": title,
+            "tokens_per_s": speed,
+            "peak_bytes": (log.main_peak(side) or [None, None])[1],
         }
-        for r in filter(None, rows)
+        for side, speed in sides
     ]
-    notebook.plot(rows, value, f"{row['title']} · {row['title_zh']}")
 
 
 def alike(config, *changes, updates=2):

@@ -149,12 +149,12 @@ def start(config: Config) -> types.SimpleNamespace:
         Refusal: a configuration, device, file or folder that will not do.
     """
     bench.device_of(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     if config.allocator == "keep" and not keep_freed_memory():
         raise Refusal("--allocator keep: needs glibc's malloc; leave it out")
     rank = ranks.init(config.device)
     check(config, rank.world)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     device = rank.device
     windows = open_data(config, rank)
     trained = len(windows) - max(1, len(windows) // 20)

@@ -6,7 +6,9 @@ everything around it is written by hand and stays.
 
 import argparse
 import ast
+import importlib
 import re
+import textwrap
 from pathlib import Path
 
 from chapters import toc
@@ -170,13 +172,13 @@ def counted(entry: dict, column: str) -> str:
     return f"{column}: {' → '.join(map(str, found))}" if found else "recorded"
 
 
-def memory_ratio(row: dict, before: dict | None) -> str:
-    """Write the peak of a memory step against that of the step before."""
+def memory_change(row: dict, before: dict | None) -> str:
+    """Write by how much a memory step changed the peak before it."""
     for kind in ("allocated", "tracked"):
         old = ((before or {}).get("peak_bytes") or {}).get(kind)
         new = (row.get("peak_bytes") or {}).get(kind)
         if old and new:
-            return f"memory {new / old:.2f}×"
+            return f"memory {round(100 * (new / old - 1)):+d}%"
     return ""
 
 
@@ -191,10 +193,12 @@ def climbed(entry: dict, number: str) -> tuple[str, str]:
         if row["section"] == number:
             said = []
             if track == "memory":
-                said.append(memory_ratio(row, before.get(track)))
+                said.append(memory_change(row, before.get(track)))
             if row.get("ratio_previous"):
                 interval = row.get("ratio_interval")
-                said.append(f"speed {ratio(row['ratio_previous'], interval)}")
+                steady = row.get("steady")
+                speed = ratio(row["ratio_previous"], interval, steady)
+                said.append(f"speed {speed}")
             if row["verdict"] != "kept":
                 said.append(row["verdict"])
             titles.append(row["title"])
@@ -219,7 +223,8 @@ def section_row(found: toc.Section, folder: Path) -> list[str]:
             if found.counts and not entry["machine"].get("gpu"):
                 text = counted(entry, found.counts)
         change = change or changes
-        ratios.append(f"{text}{age(entry, module)} (`{name}`)")
+        where = f" (`{name}`)" if len(entries(folder)) > 1 else ""
+        ratios.append(f"{text}{age(entry, module)}{where}")
     change = found.shows or change or doc_line(found.modules[0], "Question")
     scripts = ", ".join(link(m, folder) for m in found.modules)
     change = cells(f"{change} ({scripts})")
@@ -232,7 +237,10 @@ def chapter_table(number: str) -> str:
     folder = toc.folder(toc.section(number))
     rows = [section_row(found, folder) for found in toc.leaves(number)]
     head = ["section", "idea", "what changes", "ratio", "needs"]
-    return "\n\n".join([markdown(head, rows), *cards(folder)])
+    lines = cards(folder)
+    if len(lines) == 1:  # then no ratio names its machine
+        lines = [f"Recorded on {lines[0]}"]
+    return "\n\n".join([markdown(head, rows), *lines])
 
 
 def cards(folder: Path) -> list[str]:
@@ -243,23 +251,32 @@ def cards(folder: Path) -> list[str]:
     ]
 
 
+def answered(module: str, entry: dict) -> list[list[str]]:
+    """Return the lines of a benchmark's record: what, the answer, the bar."""
+    try:
+        lines = importlib.import_module(module).answers(entry)
+    except KeyError:  # of a version that kept other rows
+        return [["", "recorded", ""]]
+    return [
+        [cells(what), f"{why}: {found}" if why else found, bar]
+        for what, found, bar, why in lines
+    ]
+
+
 def benchmark_table() -> str:
-    """Return the table of the benchmark scripts: no section, same records."""
-    folder = toc.ROOT / "benchmarks"
-    rows = []
+    """Return each benchmark's question, and what its records answer."""
+    folder, pieces = toc.ROOT / "benchmarks", []
     for path in sorted(folder.glob("*.py")):
         if path.stem.startswith("_"):
             continue
         module = f"benchmarks.{path.stem}"
-        machines = [
-            f"`{name}`{age(record[module], module)}"
-            for name, record in entries(folder).items()
-            if module in record
-        ]
-        question = cells(doc_line(module, "Question"))
-        rows.append([link(module, folder), question, "<br>".join(machines)])
-    table = markdown(["script", "question", "recorded on"], rows)
-    return "\n\n".join([table, *cards(folder)])
+        pieces.append(f"## {link(module, folder)}")
+        pieces.append(textwrap.fill(doc_line(module, "Question"), 79))
+        for name, record in entries(folder).items():
+            if entry := record.get(module):
+                head = [f"`{name}`{age(entry, module)}", "answer", "bar"]
+                pieces.append(markdown(head, answered(module, entry)))
+    return "\n\n".join([*pieces, "## Machines", *cards(folder)])
 
 
 def book_table(language: str) -> str:

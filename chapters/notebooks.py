@@ -36,7 +36,8 @@ STAMP = "executed_on"
 TITLE = re.compile(r"^(#+) +(\d+(?:\.\d+)*) +(.+?) *$", re.MULTILINE)
 FILE = re.compile(r"^# (\S+\.py)$", re.MULTILINE)  # above a shown source
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
-SAID = ("Predict · 預測", "Exercise · 練習")  # in every section
+LOAD = re.compile(r"^(?:# )?%load -s (\S+) (\S+)$", re.MULTILINE)
+SAID = ("Predict · 預測", "Answer · 解答", "Exercise · 練習")  # in a section
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -387,11 +388,28 @@ def foreign(book) -> list[str]:
     return said
 
 
+def unloadable(path: Path, book) -> list[str]:
+    """Name the ``%load`` lines that would bring nothing into their cell.
+
+    They are comments, so that no execution ever tries them.
+    """
+    said = []
+    for cell in code_cells(book):
+        for names, file in LOAD.findall(cell.source):
+            script, known = path.parent / file, set()
+            if script.is_file():
+                tree = ast.parse(script.read_text(encoding="utf-8"))
+                known = {getattr(node, "name", None) for node in tree.body}
+            for name in sorted(set(names.split(",")) - known):
+                said.append(f"{begins(cell)!r}: no {name} in {file}")
+    return said
+
+
 def problems(path: Path) -> list[str]:
     """Return what is wrong with a notebook as it lies there."""
     book = read(path)
     said = misnamed(path, book) + unexplained(book)
-    said += unexecuted(book) + foreign(book)
+    said += unexecuted(book) + foreign(book) + unloadable(path, book)
     for cell in code_cells(book):
         if defined(cell):
             first = begins(cell)

@@ -3,8 +3,8 @@
 Each script runs in a process of its own, gets its share of what is left, and
 is ended when it takes far more than that.  What is done is kept in a small
 file by script hash and machine, so that the same command goes on where the
-last one stopped.  With ``--out`` the records leave as one archive, to be
-unpacked in the root of a checkout.
+last one stopped, a log that spent its own budget included.  With ``--out``
+the records leave as one archive, to be unpacked in the root of a checkout.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from common import bench, machine
 GRACE_S = 10  # from being asked to end to being ended
 PATIENCE = 3  # shares of time after which a script is ended …
 AT_LEAST_S = 60  # … but not before this many seconds, if there are as many
+# Exit code of a program that spent its budget before its end: it recorded
+# nothing, and goes on behind what it has done
+UNFINISHED = 3
 
 
 @dataclass(frozen=True)
@@ -260,12 +263,15 @@ def main(argv: list[str]) -> int:
         )
         seconds = time.monotonic() - started
         said = "done" if code == 0 else f"exit code {code}{tail(output)}"
+        over = job.budget and code == UNFINISHED
+        if over:
+            said = "its budget is spent: nothing recorded yet, it goes on"
         if code == "ended":
             said = f"ended after {limit:.0f} s: its time was over"
         print(f"{job.name}: {said} ({seconds:.0f} s)", flush=True)
         if not args.smoke:
             state.keep(job, code, seconds)
-        if code not in (0, "ended"):
+        if code not in (0, "ended") and not over:
             failed.append(job.name)
         if away:  # after each: a machine may be taken away at any time
             pack(work, archive)

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ROUNDS, SMOKE_ROUNDS = 20, 3
 BUDGET_S = 6.0  # of timing, for all rows of a comparison together
+APART = 0.10  # a ratio from the quotient of its medians, worth a word
 
 
 class Refusal(Exception):
@@ -486,7 +487,27 @@ def _print_comparison(
     if not count:
         answers = "no answers returned, none compared"
     print(f"{answers} · {rows[0]['rounds']} paired rounds, 99% intervals")
+    _print_ratios_apart(args, rows)
     _print_machine(args)
+
+
+def _print_ratios_apart(args, rows: list[dict]) -> None:
+    """Say which ratios are not the quotient of the medians beside them."""
+    first = rows[0].get("median_s") if rows and not args.smoke else None
+    apart = [
+        row["name"]
+        for row in rows
+        if first
+        and "ratio" in row
+        and abs(row["ratio"] * row["median_s"] / first - 1) > APART
+    ]
+    if apart:
+        words = (
+            f"{', '.join(apart)}: the ratio is the median of the rounds' "
+            "ratios, not the quotient of the medians, which differs by more "
+            f"than {APART:.0%} here"
+        )
+        print(textwrap.fill(words, WIDTH))
 
 
 def _drawn(rows: list[dict], title: str | None = None) -> str:
@@ -543,6 +564,7 @@ def report(
     """Print rows of counts or bytes in the same look; record if asked."""
     _print_head(args, expect)
     print("", table(rows, columns, title), "", sep="\n")
+    _print_ratios_apart(args, rows)
     _print_machine(args)
     if title:
         rows = [row | {"title": title} for row in rows]

@@ -264,8 +264,8 @@ def measure(device: torch.device, known: dict, room: int) -> dict:
         if dtype not in rates and (dtype != "tf32" or device.type == "cuda"):
             rates[dtype] = gemm_flops(dtype, device, budget_s=budget_s)
     found = {"gemm_flops": rates}
-    pair = "copy_bytes_per_s", "triad_bytes_per_s"
-    if any(known.get(key) is None for key in pair):
+    keys = "copy_bytes_per_s", "triad_bytes_per_s", "cache_bytes"
+    if any(known.get(key) is None for key in keys):
         if device.type == "cuda":
             room = torch.cuda.mem_get_info(device)[0] // 4
         found |= bandwidth(device, room)

@@ -48,8 +48,12 @@ def lasts(ratios: np.ndarray) -> bool:
 
     A neighbour's bursts last longer than a round, so rounds are not as
     independent as the bootstrap takes them to be: a burst that hits one of
-    the two for a while narrows the interval around a wrong ratio.
+    the two for a while narrows the interval around a wrong ratio.  The fewer
+    rounds, the more a third varies, and the less is claimed; below three
+    nothing is.
     """
+    if len(ratios) < 3:
+        return False
     parts = [np.median(part) for part in np.array_split(ratios, 3)]
     return bool(min(parts) > 1 + SMALLEST or max(parts) < 1 - SMALLEST)
 

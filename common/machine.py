@@ -228,7 +228,10 @@ def line(found: dict | None = None) -> str:
     """Return a card in one line of at most 100 columns."""
     found = found or card()
     gpu = found["gpu"]
-    parts = [f"{found['cores']} cores", f"{found['threads']} threads"]
+    parts = [
+        f"{found[key]} {key}" if found[key] != 1 else f"1 {key[:-1]}"
+        for key in ("cores", "threads")
+    ]
     parts += [f"{found['memory_gib']} GiB", found["os"].split()[0]]
     parts += [f"torch {found['torch']}", found["id"].rsplit("-", 1)[-1]]
     tail = " · ".join(parts)
@@ -377,6 +380,30 @@ def _place(device: torch.device, threads: int) -> tuple[Path, dict, dict]:
     return path, key, found
 
 
+def better(old: dict, found: dict) -> dict:
+    """Return the figures of both, and of each rate the greater.
+
+    Interference only takes away: the best ever seen is the nearest to what
+    the hardware can do.
+
+    Args:
+        old: what ``peaks`` returns, or some of it.
+        found: likewise; decides where a figure is no rate.
+    """
+    both = old | found
+    for name in old.keys() & found.keys():
+        before, after = old[name], found[name]
+        if before is None or after is None:  # one was not measured
+            both[name] = before if after is None else after
+        elif isinstance(after, dict):
+            both[name] = better(before, after)
+        elif name.endswith("latency_s"):
+            both[name] = min(before, after)
+        elif name.endswith("_per_s") or name in ceilings.DTYPES:
+            both[name] = max(before, after)
+    return both
+
+
 def peaks(
     device: str | torch.device = "cpu",
     threads: int | None = None,
@@ -385,14 +412,16 @@ def peaks(
     """Return what this machine reaches at best; measure what is missing.
 
     Some 3 seconds the first time; afterwards ``peaks-<id>.json`` in the cache
-    folder is read.  A ceiling found beside a busy neighbour is too low: where
-    the file says so and the neighbour has become quieter, a process measures
+    folder is read.  It keeps the best of each rate that any run has seen
+    (``better``, ``keep_peaks``); delete it to begin anew, say after a change
+    of clocks.  A ceiling found beside a busy neighbour is too low: where the
+    file says so and the neighbour has become quieter, a process measures
     again, once.
 
     Args:
         device: whose arithmetic and memory.
         threads: of the CPU; None is torch's present number.
-        refresh: measure again whatever is stored.
+        refresh: measure again, too, whatever is stored.
 
     Returns:
         id, method, torch, threads; gemm_flops {dtype: FLOP/s or None},
@@ -406,15 +435,13 @@ def peaks(
     device = bench.device_of(str(device))
     before = torch.get_num_threads()
     threads = threads or before
-    path, key, found = _place(device, threads)
-    stored = json.dumps(found)
-    loud = found.get("busy") or 0
+    path, key, stored = _place(device, threads)
+    found, loud = stored, stored.get("busy") or 0
     if refresh:
         found = {}
     elif loud > QUIET and path not in _again and (_busy() or 0) < loud:
         _again.add(path)
-        kept = ("all_reduce", "disk_read_bytes_per_s")  # others' figures
-        found = {name: found[name] for name in kept if name in found}
+        found = {}
     found = {**key, "threads": threads, "gemm_flops": {}} | found
     room = (memory_bytes() or GIB) // 4
     if psutil is not None:
@@ -427,27 +454,33 @@ def peaks(
     finally:
         torch.set_num_threads(before)
     found.setdefault("all_reduce", None)  # needs ranks: see keep_peaks
-    if json.dumps(found) != stored:
-        keep_peaks(found, device, threads)
-    return found
+    return found if found == stored else keep_peaks(found, device, threads)
 
 
 def keep_peaks(
     found: dict, device: str | torch.device = "cpu", threads: int | None = None
-) -> None:
+) -> dict:
     """Add figures to this machine's file; without room it stays as it was.
+
+    A script that sees a rate above its ceiling says so here, for a rate that
+    was seen can be reached.
 
     Args:
         found: what ``peaks`` returns, or some of it, such as
             ``{"all_reduce": {"latency_s": ..., "bytes_per_s": ...}}``.
         device: as given to ``peaks``.
         threads: as given to ``peaks``.
+
+    Returns:
+        all figures, the ``better`` of those in the file and those found.
     """
     threads = threads or torch.get_num_threads()
     path, key, old = _place(torch.device(device), threads)
-    found = {**key, "threads": threads, "gemm_flops": {}} | old | found
+    blank = {**key, "threads": threads, "gemm_flops": {}}
+    found = better(blank | old, found)
     with contextlib.suppress(OSError):
         bench.write_atomic(path, json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def main(argv: list[str] | None = None) -> dict:

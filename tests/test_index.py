@@ -121,7 +121,8 @@ def test_a_record_reaches_the_table(chapter):
     keep(chapter, rows)
     table = index.chapter_table("1")
     assert "pageable → pinned ([`copies`](copies.py))" in table
-    assert "| 1.50× [1.40, 1.60] (`box-1`) |" in table
+    assert "| 1.50× [1.40, 1.60] |" in table  # one machine: said once, below
+    assert table.endswith("\n\nRecorded on `box-1`: box-1")
     assert index.recorded(toc.load()["1.1"]) == {"box-1": ""}
     rows.append({"name": "two streams", "ratio": 2, "ratio_interval": [2, 3]})
     keep(chapter, rows)
@@ -130,6 +131,20 @@ def test_a_record_reaches_the_table(chapter):
 
     chapter.script.write_text('"""1.1  Copies\n\nQuestion  Other\n"""')
     assert "of an older version" in index.chapter_table("1")
+
+
+def test_of_several_machines_each_ratio_names_its_own(chapter):
+    rows = [
+        {"name": "pageable", "ratio": 1.0, "ratio_interval": [1, 1]},
+        {"name": "pinned", "ratio": 1.5, "ratio_interval": [1.4, 1.6]},
+    ]
+    keep(chapter, rows)
+    record = (chapter.folder / "results" / "box-1.json").read_text("utf-8")
+    other = chapter.folder / "results" / "box-2.json"
+    other.write_text(record.replace("box-1", "box-2"), encoding="utf-8")
+    table = index.chapter_table("1")
+    assert table.count("1.50× [1.40, 1.60] (`box-") == 2
+    assert table.count("Recorded on") == 0 and "`box-2`: box-2" in table
 
 
 def test_what_no_machine_made_is_left_out(chapter):
@@ -166,11 +181,16 @@ def test_a_log_reaches_the_table(chapter):
     ]
     keep(chapter, rows, key=key)
     table = index.chapter_table("1")
-    assert "Halved: memory 0.50×, speed 0.80× [0.70, 0.90]; " in table
+    assert "Halved: memory -50%, speed 0.80× [0.70, 0.90]; " in table
     assert "Half: speed 0.50× [0.40, 0.60], reverted; " in table
-    assert "Gpus: not-applicable (`box-1`)" in table
+    assert "Gpus: not-applicable |" in table
     assert "older" not in table
     assert index.recorded(toc.load()["1.1"]) == {"box-1": ""}
+
+    rows[3]["steady"] = False  # not in every third of the rounds
+    keep(chapter, rows, key=key)
+    said = "Half: speed unsteady: 0.50× [0.40, 0.60], reverted"
+    assert said in index.chapter_table("1")
 
     steps.write_text("one = 2\n", encoding="utf-8")
     assert "of an older version" in index.chapter_table("1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from chapters import notebooks, toc
+from chapters import index, notebooks, toc
 from common import bench
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +31,12 @@ def test_every_chapter_that_is_built_has_one():
 @every
 def test_it_is_what_was_executed_and_complete(path):
     assert not notebooks.problems(path)
+
+
+@every
+def test_its_chapters_page_leads_to_it(path):
+    page = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert f"[notebook]({path.name})" in page.split(index.BEGIN)[0]
 
 
 @every
@@ -91,7 +97,8 @@ def good():
         english = "A paragraph in English, as long as a thought needs to be."
         english += " A second sentence."
         chinese = "這裡是一段足夠長的中文說明文字，內容與上面的英文段落相同。"
-        asked = "**Predict · 預測** what?\n\n**Exercise · 練習** do."
+        asked = "**Predict · 預測** what?\n\n**Answer · 解答** that.\n\n"
+        asked += "**Exercise · 練習** do."
         text = f"## {number} {titles(number)}\n\n{english}\n\n{chinese}"
         cells.append(nbformat.v4.new_markdown_cell(f"{text}\n\n{asked}"))
         cells.append(cell(f"print({number})", [said(number + "\n")]))
@@ -168,6 +175,11 @@ def ask_nothing(book):
     book.cells[1].source = text.replace("Predict · 預測", "Look · 觀察")
 
 
+def answer_nothing(book):
+    text = book.cells[3].source
+    book.cells[3].source = text.replace("**Answer · 解答** that.", "")
+
+
 def show_a_decorators_file(book):
     text = "```python\n# <python>/lib/x.py\ndef f(): ...\n```"
     book.cells.append(cell("show(f)", [shown(text)]))
@@ -202,6 +214,7 @@ BAD = {
     raise_a_heading: "1.1: its heading begins with ##",
     leave_out_chinese: "both languages",
     ask_nothing: "no 'Predict",
+    answer_nothing: "no 'Answer",
     show_a_decorators_file: "shows <python>/lib/x.py, not ours",
     lose_the_ids: "need ids",
     repeat_an_id: "need ids",
@@ -220,6 +233,20 @@ def test_a_bad_one_is_caught(spoil, tmp_path):
     spoil(book)
     found = notebooks.problems(put(tmp_path, book))
     assert any(BAD[spoil] in sentence for sentence in found), found
+
+
+def test_what_a_cell_offers_to_load_must_be_there(tmp_path):
+    book = good()
+    book.cells.append(cell("# %load -s f,Tape ../lab/x.py"))
+    path, script = put(tmp_path, book), tmp_path / "lab" / "x.py"
+    gone = "no f in ../lab/x.py"
+    assert any(s.endswith(gone) for s in notebooks.problems(path))
+    script.parent.mkdir()
+    script.write_text("from y import f\n\n\nclass Tape:\n    pass\n")
+    (said,) = notebooks.problems(path)  # a name that is imported has no source
+    assert said.endswith(gone)
+    script.write_text("def f():\n    pass\n\n\nclass Tape:\n    pass\n")
+    assert not notebooks.problems(path)
 
 
 def test_shown_sources_must_be_todays(tmp_path):

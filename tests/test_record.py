@@ -1,5 +1,6 @@
 """Recording resumes, keeps to its budget and leaves one archive."""
 
+import dataclasses
 import json
 import tarfile
 
@@ -15,8 +16,9 @@ from pathlib import Path
 if __name__ == "__main__":
     with open(os.environ["RUNS"], "a") as file:
         print("{number}", *sys.argv[1:], file=file)
-    if os.path.exists(os.environ["BAD"] + "{number}"):
-        sys.exit(1)
+    bad = Path(os.environ["BAD"] + "{number}")
+    if bad.exists():
+        sys.exit(int(bad.read_text() or 1))
     if "--save" in sys.argv and "BENCH_RESULTS" in os.environ:
         path = Path(os.environ["BENCH_RESULTS"]) / "ch01_x" / "box-1.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,27 @@ def test_the_budget_ends_it_and_the_same_command_goes_on(book, capsys):
     assert "goes on with: ch01_x.s1" in capsys.readouterr().out
     assert record.main(["--budget", "60", "1.1"]) == 0
     assert ran(book) == ["1"]
+
+
+def test_a_program_that_spent_its_budget_goes_on(book, monkeypatch, capsys):
+    """It recorded nothing: neither done nor failed."""
+    code = str(record.UNFINISHED)
+    (book / "bad2").write_text(code)
+    assert record.main(["--budget", "60"]) == 1  # of a script: an error
+    assert ran(book) == ["1", "2", "3"] and capsys.readouterr().err
+
+    sections = toc.load()
+    program = dataclasses.replace(sections["1.2"], budget=True)
+    monkeypatch.setitem(sections, "1.2", program)
+    assert record.main(["--budget", "60"]) == 0
+    out, err = capsys.readouterr()
+    assert "ch01_x.s2: its budget is spent" in out and not err
+    assert "2 of 3 recorded" in out and "goes on with: ch01_x.s2" in out
+    (book / "bad2").unlink()
+    ran(book)
+    assert record.main(["--budget", "60"]) == 0
+    assert ran(book) == ["2"]
+    assert "3 of 3 recorded" in capsys.readouterr().out
 
 
 def test_a_script_that_takes_too_long_is_ended(book, monkeypatch, capsys):

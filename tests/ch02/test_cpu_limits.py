@@ -14,6 +14,7 @@ from ch02_hardware.cpu_limits import (
 
 CPU = torch.device("cpu")
 PEAKS = 3e11, 2e10  # FLOP/s and bytes/s
+EMPTY = {"a + b copied": "not by 2048", "a @ b copied": "not by 2048"}
 MANY = [n for n in cpu_limits.SIZES if n <= cpu_limits.MOST]
 
 
@@ -38,6 +39,7 @@ def card(**more):
         "in_per_s": 2.5e10,
         "out_per_s": 2.5e10,
         "order_s": 1e-5,
+        "start_s": 1e-5,
     } | more
 
 
@@ -57,9 +59,20 @@ def test_the_slower_resource_decides():
 
 
 def test_copies_are_counted_in_both_directions():
-    found = card(in_per_s=8.0, out_per_s=2.0)
+    found = card(in_per_s=8.0, out_per_s=2.0, start_s=0.0)
     _, copies = cpu_limits.predicted("a + b", 1, found)
     assert copies == 8 / 8 + 4 / 2
+
+
+def test_each_matrix_that_crosses_costs_the_start_of_a_copy(monkeypatch):
+    more = cpu_limits.OPERATORS | {
+        "softmax": (torch.softmax, lambda n: 5 * n**2, 1, 1)
+    }
+    monkeypatch.setattr(cpu_limits, "OPERATORS", more)
+    for name, count in (("a + b", 3), ("a @ b", 3), ("softmax", 2)):
+        there, copies = cpu_limits.predicted(name, 64, card(start_s=0.0))
+        found = cpu_limits.predicted(name, 64, card(start_s=7.0))
+        assert found == (there, pytest.approx(count * 7 + copies, abs=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,8 @@ def test_uses_pay_for_a_copy():
 
 def test_the_crossing_is_where_the_formulas_meet():
     """2 n^3 / P = 12 n^2 / L has one solution when nothing else takes time."""
-    found = card(flops_per_s=1e30, bytes_per_s=1e30, order_s=0.0)
+    no_starts = {"order_s": 0.0, "start_s": 0.0}
+    found = card(flops_per_s=1e30, bytes_per_s=1e30, **no_starts)
     times = here(3e11, 1e12, [16, 71, 73, 200])  # no memory-bound product
     assert 12 / found["in_per_s"] * 3e11 / 2 == pytest.approx(72)
     row = cpu_limits.crossing(found, times)
@@ -128,9 +142,41 @@ def test_a_crossing_that_the_start_decides_is_named():
     assert "a @ b, data there (1 of 2)" in cpu_limits.starts(
         [row, row | {"a @ b resident by start": False}]
     )
+    row = cpu_limits.crossing(card(start_s=1e-9), times)
+    assert row["a @ b resident by start"] is True  # the kernel's alone
+    assert row["a @ b copied by start"] is False
     row = cpu_limits.crossing(card(order_s=1e-9), times)
+    assert row["a @ b resident by start"] is False
+    assert row["a @ b copied by start"] is True  # the copies'
+    row = cpu_limits.crossing(card(order_s=1e-9, start_s=1e-9), times)
     assert not any(v for k, v in row.items() if k.endswith("by start"))
     assert cpu_limits.starts([row]) is None
+
+
+def test_the_copies_price_names_what_it_leaves_out():
+    for cuda in (False, True):
+        said = cpu_limits.assumed(cuda)
+        assert "10 µs by assumption" in said and "pageable" in said
+        assert ("as measured here" in said) == cuda
+
+
+def test_no_prediction_is_drawn_where_a_cache_holds_the_data(monkeypatch):
+    """The line of memory's rate would cross where the table has no answer."""
+    cache = 12 * 1024**2
+    monkeypatch.setattr(cpu_limits.ceilings, "cache_bytes", lambda: cache)
+    gpu = cpu_limits.gpu("A100 SXM4 80GB")
+    none = dict.fromkeys(cpu_limits.OPERATORS, {})
+    lines = cpu_limits.curves(PEAKS, gpu, CPU, none, 0.0)
+    drawn = {name: [] for name in none}
+    for row in lines:
+        if row["here_s"]:
+            drawn[row["curve"]].append(row["n"])
+    assert drawn["a + b"][0] == 1218 and drawn["a + b"][-1] == 16384
+    assert drawn["a @ b"][0] == 91  # arithmetic decides from n / 6 = 15 on
+    axes = cpu_limits.figure(lines + [{"name": gpu["name"]} | EMPTY]).axes
+    for name, place in zip(drawn, axes, strict=True):
+        (line,) = [x for x in place.lines if "CPU" in x.get_label()]
+        assert list(line.get_xdata()) == drawn[name]
 
 
 def test_measured_points_that_say_otherwise_are_named():

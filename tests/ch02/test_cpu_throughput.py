@@ -182,6 +182,25 @@ def test_what_multiplies_is_said(monkeypatch):
     assert by("float32") == torch.backends.cpu.get_cpu_capability()
 
 
+def test_the_ceilings_are_raised_by_what_all_cores_reached(
+    monkeypatch, capsys
+):
+    most, kept = machine.cores(), []
+    rows = [
+        {"name": name, "by": "x", "1_flops": 1e11, f"{most}_flops": rate}
+        for name, rate in (("float64", 1e11), ("float32", 2e11))
+    ]
+    monkeypatch.setattr(cpu_throughput, "gemm_rows", lambda *_: rows)
+    pair = [{"median_s": 1.0}] * 2
+    monkeypatch.setattr(cpu_throughput, "compared", lambda *_: pair)
+    monkeypatch.setattr(machine, "keep_peaks", lambda *seen: kept.append(seen))
+    cpu_throughput.main([])
+    assert kept == [({"gemm_flops": {"float32": 2e11}}, "cpu", most)]
+    del kept[:]
+    cpu_throughput.main(["--smoke"])
+    assert kept == []
+
+
 def test_smoke(capsys):
     rows = cpu_throughput.main(["--smoke", "--device", "cpu"])
     shown = capsys.readouterr()

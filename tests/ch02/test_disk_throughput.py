@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
-from ch02_hardware import disk_throughput
+from ch02_hardware import disk_throughput, key_figures
 from ch02_hardware.disk_throughput import (
     checksum,
     drop_from_cache,
@@ -96,8 +97,49 @@ def test_the_cache_is_dropped_before_each_reading(files, monkeypatch):
     rows = disk_throughput.measure(args, ways, [one], truth)
     assert len(rows) == 2 * len(ways)
     cold = ["dropped"]  # once, to ask whether it can be
-    cold += ["dropped", "read"] * 3 * len(ways)
-    assert events == cold + ["read"] * 3 * len(ways)
+    cold += ["dropped", "read"] * 5 * len(ways)
+    assert events == cold + ["read"] * 5 * len(ways)
+
+
+def test_ways_take_turns_and_keep_what_varies(files, monkeypatch):
+    one, many, truth = files
+    ways = ways_of(one, many, TOTAL, BLOCK)
+    calls = []
+
+    def timed(blocks):
+        calls.append(blocks)
+        return float(len(calls)), 0
+
+    monkeypatch.setattr(disk_throughput, "timed", timed)
+    monkeypatch.setattr(disk_throughput, "drop_from_cache", lambda _: False)
+    args = types.SimpleNamespace(smoke=False)
+    row, *_ = disk_throughput.measure(args, ways, [one], truth)
+    assert calls == list(ways.values()) * 5
+    assert (row["least_s"], row["took_s"], row["most_s"]) == (1, 13, 25)
+    assert row["read_bytes_per_s"] == TOTAL / 13
+
+
+def test_a_reversal_within_the_noise_is_called_noise():
+    names = list(ways_of("one", ["many"] * 4, 4, 1))
+    order, other = ((2.0, 3.0), (4.0, 5.0))
+
+    def rows(**ranges):
+        found = []
+        for name in names:
+            kind = name.split(", ")[0].split()[0]  # one or many
+            least, most = ranges[kind]["at random" in name]
+            row = {"name": name, "cache": "dropped"}
+            found.append(row | {"least_s": least, "most_s": most})
+        return found
+
+    words = disk_throughput.not_by_order
+    assert not list(words(rows(one=(order, other), many=(order, other))))
+    (line,) = words(rows(one=(order, other), many=(other, order)))
+    assert line.startswith("many files, in order, read") and "SLOWER" in line
+    near = (2.5, 4.0)
+    lines = list(words(rows(one=(order, near), many=(near, order))))
+    assert len(lines) == 3
+    assert all("beyond the noise" in line for line in lines)
 
 
 def test_a_row_changes_one_thing():
@@ -165,7 +207,9 @@ def test_a_cache_that_did_not_forget_is_named():
 @pytest.mark.skipif(
     disk_throughput.from_storage() is None, reason="needs /proc/self/io"
 )
-def test_storage_is_asked_when_the_cache_was_dropped(files):
+def test_storage_is_asked_when_the_cache_was_dropped(files, tmp_path):
+    if key_figures.in_memory(tmp_path):
+        pytest.skip("the temporary folder is memory")
     one, _, _ = files
 
     def read():
@@ -173,10 +217,24 @@ def test_storage_is_asked_when_the_cache_was_dropped(files):
 
     assert drop_from_cache([one])
     _, cold = disk_throughput.timed(read)
-    if not cold:
-        pytest.skip("the temporary folder is memory")
     assert cold >= TOTAL
     assert disk_throughput.timed(read)[1] == 0
+
+
+def test_the_disks_ceiling_is_raised_by_what_came_from_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))
+    row = {"cache": "dropped", "total_bytes": 8, "storage_bytes": 8}
+    rows = [row | {"least_s": least_s} for least_s in (4.0, 2.0)]
+    rows.append(row | {"least_s": 1.0, "storage_bytes": 7})
+    rows.append(row | {"least_s": 1.0, "storage_bytes": None})
+    rows.append(row | {"least_s": 1.0, "cache": "warm"})
+    found = disk_throughput.seen(rows, tmp_path)
+    assert found == {"disk_read_bytes_per_s": 4.0}
+    assert disk_throughput.seen(rows[2:], tmp_path) == {}
+    if os.path.ismount("/proc"):
+        assert disk_throughput.seen(rows, Path("/proc")) == {}
 
 
 def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):

@@ -126,6 +126,52 @@ def test_smoke(capsys, monkeypatch):
     assert len(drawn.axes[0].lines) == 2
 
 
+def sized(device, **how):
+    args = types.SimpleNamespace(device=torch.device(device), smoke=False)
+    return host_device_copy.sizes(args, **how)
+
+
+def test_three_sizes_lie_beyond_the_caches():
+    """Both places together: half of the cache is not enough for each."""
+    for cache in (2**20, 2**26 + 1, 300 * 2**20):
+        found = sized("cpu", cache=cache)
+        assert found == sorted(set(found)) and found[0] == 2**12
+        assert len([n for n in found if 2 * n > max(cache, 2**26)]) == 3
+    most = sized("cpu", cache=300 * 2**20, room=2**30)
+    assert most[-1] == 2**29  # and as much again for the other place
+    assert sized("cuda") == [2**k for k in range(12, 29, 2)]
+
+
+def test_the_fit_is_of_what_no_cache_holds(monkeypatch, capsys):
+    """Ten times quicker in the caches: a fit of all would find neither."""
+    rate, cache = 1e10, 300 * 2**20
+
+    def measured(args, size):
+        taken = size / rate / (10 if 2 * size <= cache else 1)
+        row = {"direction": "host to host", "memory": "pageable"}
+        row |= {"copied_bytes": size, "copy_s": taken}
+        return [row | {"rate_bytes_per_s": size / taken}]
+
+    peaks = {"copy_bytes_per_s": 2 * rate, "cache_bytes": cache}
+    monkeypatch.setattr(host_device_copy.machine, "peaks", lambda _: peaks)
+    monkeypatch.setattr(host_device_copy, "room_bytes", lambda: 2**32)
+    monkeypatch.setattr(host_device_copy, "measured", measured)
+    rows = host_device_copy.main(["--device", "cpu"])
+    shown = capsys.readouterr().out
+    assert "% of memory's rate" in shown and "% of link" not in shown
+    assert "from 256 MiB on: no cache holds both" in shown
+    assert "the start is not resolved" in shown
+    fit = rows[-1]
+    assert fit["fit_bytes_per_s"] == pytest.approx(rate)
+    assert fit["least_bytes"] == 2**28 and fit["off_percent"] < 1
+    assert rows[-2]["link_percent"] == pytest.approx(100)
+    line = host_device_copy.figure(rows).axes[0].lines[1]
+    assert list(line.get_xdata()) == [2**28, 2**29, 2**30]
+    monkeypatch.setattr(host_device_copy, "room_bytes", lambda: 2**29)
+    host_device_copy.main(["--device", "cpu"])
+    assert "no room for copies beyond the caches" in capsys.readouterr().out
+
+
 def test_the_table_compares_with_the_link(monkeypatch, capsys):
     peaks = {"copy_bytes_per_s": 2e10}
     monkeypatch.setattr(

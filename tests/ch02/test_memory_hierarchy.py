@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -101,17 +100,19 @@ def test_the_loop_in_c_takes_the_same_way(follow):
     assert follow(cycle.data_ptr(), 8, 0) == 8
 
 
-def test_samples_go_on_where_the_last_one_stopped():
+def test_samples_go_on_where_the_last_one_stopped(monkeypatch):
     """From the start again, the caches would hold what memory should."""
-    calls = []
+    calls, now = [], [0.0]
 
     def walk(address, at, steps):
         calls.append((at, steps))
-        time.sleep(1e-3)
+        now[0] += 1e-3
         return at + steps
 
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(memory_hierarchy, "time", clock)
     found = memory_hierarchy.access_s(2**20, 64, walk, budget_s=0.01)
-    assert found > 0
+    assert found == pytest.approx(1e-3 / 2**10)
     assert calls[0] == (0, 2**14)  # once around, to fill the caches
     assert len(calls) > 2
     ends = [at + steps for at, steps in calls]
@@ -250,18 +251,66 @@ def test_rates_are_bytes_by_seconds(monkeypatch):
 
     def shortest(call, device, budget_s):
         threads.append(torch.get_num_threads())
-        return 1e-3
+        return 1e-3 if len(threads) % 9 in (7, 8, 0) else 2e-3  # third look
 
     monkeypatch.setattr(ceilings, "shortest", shortest)
     before = torch.get_num_threads()
     rows = memory_hierarchy.bandwidth_rows([1, 2], 4000, 0.0)
     assert torch.get_num_threads() == before
-    assert threads == [1, 1, 1, 2, 2, 2]  # read, copy and triad with each
+    assert threads == [1] * 9 + [2] * 9  # read, copy, triad: three looks
     assert [row["threads"] for row in rows] == [1, 2]
     for row in rows:
         assert row["read_bytes_per_s"] == 4e6
         assert row["copy_bytes_per_s"] == 8e6
         assert row["triad_bytes_per_s"] == pytest.approx(12e6)
+        assert row["copy_least_bytes_per_s"] == 4e6
+
+
+def test_bandwidth_by_working_set_counts_what_is_in_it(monkeypatch):
+    """A copy of a working set of n bytes reads half of it, writes half."""
+    held = []
+
+    def shortest(call, device, budget_s):
+        assert torch.get_num_threads() == 1
+        arrays = [*call.args]
+        held.append(sum(a.untyped_storage().nbytes() for a in arrays[-1:]))
+        assert sum(a.nbytes for a in arrays) == held[-1]
+        return 1e-3
+
+    monkeypatch.setattr(ceilings, "shortest", shortest)
+    before = torch.get_num_threads()
+    rows = memory_hierarchy.set_rows([2**12, 2**20], 0.0)
+    assert torch.get_num_threads() == before
+    assert held == [2**12, 2**12, 2**20, 2**20]
+    for row in rows:
+        rate = row["set_bytes"] / 1e-3
+        assert row["read_bytes_per_s"] == row["copy_bytes_per_s"] == rate
+
+
+def test_memory_raises_the_machines_ceilings(monkeypatch, capsys):
+    kept, threads = [], memory_hierarchy.thread_counts(1)
+
+    def rates(counts, size, budget_s):
+        row = {f"{k}_bytes_per_s": 2e10 for k in memory_hierarchy.ARRAYS}
+        return [row | {"threads": n, "array_bytes": size} for n in counts]
+
+    def keep(*seen):
+        kept.append(seen)
+
+    monkeypatch.setattr(memory_hierarchy, "access_s", lambda *_: 1e-9)
+    monkeypatch.setattr(memory_hierarchy, "working_sets", lambda *_: [2**12])
+    monkeypatch.setattr(memory_hierarchy, "set_rows", lambda *_: [])
+    monkeypatch.setattr(memory_hierarchy, "bandwidth_rows", rates)
+    monkeypatch.setattr(memory_hierarchy.machine, "cores", lambda: 1)
+    monkeypatch.setattr(memory_hierarchy.machine, "keep_peaks", keep)
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: 2**20)
+    memory_hierarchy.main([])
+    pair = {"copy_bytes_per_s": 2e10, "triad_bytes_per_s": 2e10}
+    assert kept == [(pair, "cpu", threads[-1])]
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: 2**50)
+    memory_hierarchy.main([])  # no array is larger than these
+    memory_hierarchy.main(["--smoke"])
+    assert len(kept) == 1
 
 
 def test_thread_counts_end_with_the_machine():
@@ -418,8 +467,12 @@ def test_smoke(capsys):
     assert all(row["access_s"] > 0 for row in points)
     rates = [row for row in rows if "threads" in row]
     assert rates and all(row["copy_bytes_per_s"] > 0 for row in rates)
-    left, right = memory_hierarchy.figure(rows).axes
+    sets = [row["set_bytes"] for row in rows if "set_bytes" in row]
+    assert sets == [row["working_bytes"] for row in points]
+    left, middle, right = memory_hierarchy.figure(rows).axes
     assert len(left.lines[0].get_xdata()) == 5
+    read, copy, *_ = middle.lines
+    assert list(read.get_xdata()) == list(copy.get_xdata()) == sets
     assert len(right.lines) == 3
 
 

@@ -126,6 +126,23 @@ def test_readings_are_counted():
     assert found == {"once": 2, "more_often": 1, "never": 3}
 
 
+def test_no_crowd_of_ranks_is_started(monkeypatch):
+    started = []
+
+    def spawn(job, world, data):
+        started.append(world)
+        raise RuntimeError("none is")
+
+    monkeypatch.setattr(sharded_reads.ranks, "spawn", spawn)
+    for cores, most in ((1, 8), (2, 8), (16, 64)):
+        monkeypatch.setattr(sharded_reads.machine, "cores", lambda n=cores: n)
+        with pytest.raises(bench.Refusal, match=f"serve {most} at most"):
+            sharded_reads.main(["--smoke", "--ranks", str(most + 1)])
+        with pytest.raises(RuntimeError, match="none is"):
+            sharded_reads.main(["--smoke", "--ranks", str(most)])
+    assert started == [8, 8, 64]
+
+
 def test_bad_requests_are_sentences(tmp_path, monkeypatch):
     with pytest.raises(bench.Refusal, match="--ranks 1"):
         sharded_reads.main(["--smoke", "--ranks", "1"])

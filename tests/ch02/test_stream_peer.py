@@ -53,6 +53,8 @@ def test_best_of_rounds_decides():
         (stream_peer.LOOP, 1.2, "missed"),
         ("sysbench", 1.1, "within 15%"),
         ("sysbench", 1.21, "missed, because it is scalar"),
+        ("sysbench", 1.99, "missed, because it is scalar"),
+        ("sysbench", 2.01, "missed"),  # that is more than scalar explains
         ("sysbench", 0.84, "missed"),  # scalar or not
     ],
 )
@@ -111,6 +113,11 @@ def test_each_pair_moves_the_same_bytes(monkeypatch):
         assert calls[-1][arrays] == size // 4
     assert [tool for _, tool, *_ in found[:2]] == [stream_peer.LOOP] * 2
     assert len(stream_peer.pairs(size, 2**20, None, True, None)) == 4
+    rates = {name: ours() for name, _, ours, _ in found[2:-1]}
+    counted = {"memory, read": 1, "memory, written": 1}
+    counted[stream_peer.MEMMOVE] = 2
+    assert rates == {name: n * size for name, n in counted.items()}
+    assert calls[-1][2] == size  # memmove's, the last of them
 
 
 def test_without_a_compiler_tools_are_still_compared(monkeypatch, capsys):

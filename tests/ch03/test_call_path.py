@@ -233,8 +233,14 @@ def test_predicted_equals_measured_on_a_made_up_machine(queued):
     [
         ((1024, 4096), "memory", "as memory's bandwidth predicts (2,000)"),
         ((1024, 4096), "caches", "as the caches' bandwidth predicts (2,000)"),
-        ((64, 256), "caches", "fewer than the caches' bandwidth"),
-        ((4096, 8192), "caches", "more than the caches' bandwidth"),
+        ((2000, 4000), "caches", "as the caches' bandwidth predicts (2,000)"),
+        ((1000, 2000), "caches", "hide it, as the caches'"),
+        ((1000, 4000), "caches", "it (noise leaves so much open), as the"),
+        ((1000, 2000), "caches", "as the caches' bandwidth predicts (2,000)"),
+        ((64, 256), "caches", "at most 0.128 times what the caches'"),
+        ((900, 1800), "caches", "at most 0.9 times what the caches'"),
+        ((2400, 4800), "caches", "at least 1.2 times what the caches'"),
+        ((4096, 8192), "memory", "at least 2.05 times what memory's"),
         ((4096, 8192), "memory", "predicts (2,000): a cache holds them"),
     ],
 )
@@ -242,6 +248,30 @@ def test_the_reading_follows_the_numbers(measured, by, words):
     row = {"name": "x", "predicted": 2000, "by": by, "cached": True}
     assert words in call_path.reading(row | {"measured": measured})
     assert call_path.reading(row | {"measured": None}) is None
+
+
+def test_the_border_is_found_between_one_size_and_its_double(
+    monkeypatch, capsys
+):
+    """A grid of fours would leave room for twice the prediction."""
+    asked = []
+
+    def timed(found, device, smoke, budget_s):
+        asked.extend(sorted({size for _, size in found}))
+        return np.array([[1e-6 + 1e-10 * size for _, size in found]])
+
+    monkeypatch.setattr(call_path, "timed", timed)
+    monkeypatch.setattr(call_path, "cached_bytes_per_s", lambda _: 120e9)
+    peaks = {"copy_bytes_per_s": 12e9, "cache_bytes": 2**25}
+    monkeypatch.setattr(call_path.machine, "peaks", lambda _: peaks)
+    rows = call_path.main(["--device", "cpu"])
+    assert asked == [2**n for n in range(21)]
+    row = rows[-1]
+    assert row["predicted"] == pytest.approx(10_000, abs=2)
+    assert row["measured"] == (8192, 16384)
+    shown = capsys.readouterr().out
+    assert "predicts (10,0" in " ".join(shown.split())
+    assert all(len(line) <= 100 for line in shown.splitlines())
 
 
 def test_smoke(capsys):

@@ -115,13 +115,37 @@ def test_rows_of_the_sums_differ_in_order_or_in_a_copy_alone():
 def test_more_time_than_bytes_is_explained(
     monkeypatch, capsys, times, device, said
 ):
-    seconds = [{"median_s": s} for s in (1.0, 1.0, times, 6.0)]
+    row = {"ratio": 0.2, "ratio_interval": [0.1, 0.3], "noisy": False}
+    seconds = [row | {"median_s": s} for s in (1.0, 1.0, times, 6.0)]
     monkeypatch.setattr(strides.bench, "compare", lambda *a, **k: seconds)
     args = types.SimpleNamespace(device=torch.device(device), smoke=False)
     strides.addition_costs(args, 8)
     shown = capsys.readouterr().out
     assert ("takes 7.05 times as long, but moves 6 times" in shown) == said
+    assert "copying b into a's order first pays nothing" in shown
     assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("mixed", "copied", "words"),
+    [
+        ([0.14, 0.16], [0.15, 0.17], "pays nothing here: no difference"),
+        ([0.14, 0.16], [0.17, 0.19], "pays here:\n0.15 times"),
+        ([0.14, 0.16], [0.11, 0.13], "costs more than it saves here:\n0.15"),
+    ],
+)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_whether_the_copy_pays_is_read_from_the_rows(
+    mixed, copied, words, noisy
+):
+    pairs = [1.0, 1.0], [1.0, 1.0], mixed, copied
+    found = [
+        {"ratio": sum(pair) / 2, "ratio_interval": pair, "noisy": noisy}
+        for pair in pairs
+    ]
+    said = strides.copy_pays(found)
+    assert words in said and ("a quiet machine" in said) == noisy
+    assert all(len(line) <= 100 for line in said.splitlines())
 
 
 def test_an_address_that_is_wrong_is_caught(monkeypatch):

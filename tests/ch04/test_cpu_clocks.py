@@ -98,6 +98,17 @@ def test_states_of_a_guest_are_few(tmp_path, pasted):
     assert cpu_states(tmp_path / "not there") == {}
 
 
+def test_no_difference_where_no_sleep_is_shown_is_explained(
+    intel, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cpu_clocks.platform, "system", lambda: "Linux")
+    said = "no sleep state is shown"
+    smoke(root=intel)
+    assert said not in capsys.readouterr().out
+    smoke(root=tmp_path / "guest")
+    assert said in capsys.readouterr().out
+
+
 def test_cpus_that_do_not_agree_are_seen(tmp_path, pasted):
     tree(tmp_path, AMD, ["powersave"] * 11 + ["performance"])
     found = pasted(per_cpu)(tmp_path, "cpufreq/scaling_governor")

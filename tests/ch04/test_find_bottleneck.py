@@ -42,6 +42,7 @@ def check_sums(report):
         )
         assert min(rank["parts"].values()) >= 0
         assert min(rank["hidden"].values()) >= 0
+        check_busy(rank)
         for step in rank["steps"]:
             assert sum(step["parts"].values()) == pytest.approx(
                 step["span_us"], rel=1e-12
@@ -51,6 +52,16 @@ def check_sums(report):
         assert finding["kind"] in verdicts.KINDS
         assert 0 <= finding["gain_bound"] <= finding["share_of_span"] <= 1
     json.dumps(report, allow_nan=False)
+
+
+def check_busy(rank):
+    """What the device works in is inside of its span, and no more than it."""
+    span = rank["gpu_span"]
+    inner = span["compute_us"] + span["other_us"] + span["idle_us"]
+    assert inner == pytest.approx(span["span_us"], rel=1e-12)
+    busy = sum(rank["parts"][name] for name in names.WORK)
+    assert busy <= span["span_us"] * (1 + 1e-12)
+    assert min(span.values()) >= 0
 
 
 # ---- one trace for each kind of finding ----------------------------------
@@ -425,6 +436,32 @@ def test_equal_ranks_have_no_straggler(tmp_path):
     assert "communication-bound" in kinds
 
 
+def taking_turns(folder, late, steps=24):
+    """Three ranks; of each step one is late, and all end it together."""
+    for rank in range(3):
+        made, at = synthetic.Recording(rank, 3), 0
+        for k in range(steps):
+            work = 900 if rank == late(k) else 500
+            made.step(k, at, 1000)
+            made.run(synthetic.GEMM, at, 5, at + 10, work)
+            reduces = at + 10 + work
+            made.run(synthetic.NCCL, at + 6, 5, reduces, at + 990 - reduces)
+            at += 1000
+        (folder / f"rank{rank}.json").write_text(made.text())
+    found = find_bottleneck.read(folder)["findings"]
+    return {f["kind"]: f["rank"] for f in found}
+
+
+def test_ranks_that_are_late_in_turn_have_no_straggler(tmp_path):
+    """Each waits as long as the others do: none of them is to blame."""
+    found = taking_turns(tmp_path, lambda k: k % 3)
+    assert "straggler" not in found and "communication-bound" in found
+    # of one that is late a little more often than the others, neither
+    found = taking_turns(tmp_path, lambda k: 0 if k % 12 == 1 else k % 3)
+    assert "straggler" not in found
+    assert taking_turns(tmp_path, lambda k: 2)["straggler"] == 2
+
+
 def test_a_bad_file_beside_good_ones_is_named(tmp_path):
     for rank in range(2):
         path = tmp_path / f"rank{rank}.json"
@@ -485,6 +522,11 @@ def refuses(path, sentence):
         (b"   \n", "is empty"),
         (b"hello", "not JSON"),
         (b"\x89PNG\r\n\x1a\n....", "not JSON"),
+        (b"null", "is one value of JSON, so not a trace"),
+        (b"12\n", "is one value of JSON"),
+        (b'"x"', "is one value of JSON"),
+        (b"12 13", "is not JSON"),
+        (b'"x', "is not JSON"),
         (b"{}", "no timed events"),
         (b"[]", "no timed events"),
         (b'{"a": 1}', "no timed events"),
@@ -551,8 +593,19 @@ def test_broken_events_are_left_out_and_counted(tmp_path):
     report = find_bottleneck.read(path)
     check_sums(report)
     (said,) = (w for w in report["warnings"] if w["kind"] == "damaged-events")
-    assert said["text"].startswith("6 ")
+    assert said["text"].startswith("6 entries could not")
     assert report["findings"][0]["kind"] == "data-bound"
+
+
+def test_one_broken_event_is_one_entry(tmp_path):
+    made = synthetic.data_bound()
+    made.events[3]["dur"] = -1
+    (said,) = (
+        w
+        for w in report_of(made, tmp_path)["warnings"]
+        if w["kind"] == "damaged-events"
+    )
+    assert said["text"].startswith("1 entry could not be read as a timed")
 
 
 def test_one_wild_time_costs_the_others_nothing(tmp_path):

@@ -30,6 +30,20 @@ def test_the_peak_is_exact(name, sizes):
     assert used[-1] == 0  # what was made is gone
 
 
+def test_lines_over_each_other_mix_no_colours():
+    """A thin line smoothed over a wide one has a colour of neither."""
+    rows = profile_memory.main(["--smoke", "--device", "cpu"])
+    (axes,) = profile_memory.figure(rows).axes
+    lines = axes.get_lines()
+    assert len(lines) == len(profile_memory.PROGRAMS)
+    assert not any(line.get_antialiased() for line in lines)
+    # the widest lies lowest, so that of each something is seen
+    widths = [line.get_linewidth() for line in lines]
+    heights = [line.get_zorder() for line in lines]
+    assert widths == sorted(set(widths))
+    assert heights == sorted(set(heights), reverse=True)
+
+
 def test_every_allocation_has_its_operator():
     flows = profile_memory.by_operator(changed("h named"))
     small, large = 4 * 64 * 32, 4 * 64 * 96

@@ -102,11 +102,11 @@ KNOWN = {
     "hta-edge-rocm": ({}, ["start-up"], ["too-short", "no-byte-counts"]),
     "hta-edge-triton": ({}, ["start-up"], ["too-short", "start-up"]),
     "hta-edge-cpu-only": ({}, [], ["no-gpu-events", "sampled"]),
-    "hta-edge-non-gpu-rank": ({}, ["no-gpu-events"], ["no-gpu-events"]),
+    "hta-edge-non-gpu-rank": ({}, ["no-gpu-events"], []),
     "hta-edge-no-distributed": (
         {},
         ["no-gpu-events"],
-        ["no-gpu-events", "no-distributed-info"],
+        ["no-distributed-info"],
     ),
 }
 

@@ -48,6 +48,8 @@ def test_every_cure_is_a_section_and_its_script():
         verdicts.IN_PYTHON,
         verdicts.ALLOCATING,
         verdicts.COPYING,
+        verdicts.COUNTERS,
+        verdicts.OPERATORS,
     ):
         assert script in toc.section(section).modules
 
@@ -129,7 +131,7 @@ def convolving(calls=4):
 
 def test_an_operator_computes_between_those_it_calls(tmp_path):
     report = read(convolving(), tmp_path)
-    assert kinds(report) == ["compute-bound", "no-gpu-events"]
+    assert kinds(report) == ["compute-bound"]
     found = shares(report)
     assert found["gemm"] == pytest.approx(16.6 / 20, abs=0.01)
     assert found["elementwise"] == pytest.approx(1.35 / 20, abs=0.01)
@@ -470,3 +472,98 @@ def test_a_cure_on_the_same_device_is_one(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "cured: data-bound" in said
     assert "devices differ" not in said
+
+
+# ---- copies across, and calls that wait for them ---------------------------
+
+PINNED = "Memcpy HtoD (Pinned -> Device)"
+
+
+@pytest.mark.parametrize(
+    ("pinned", "section"), [(0, "6.1.2"), (3, "6.1.2"), (9, "6.1.3")]
+)
+def test_pinned_copies_are_to_be_hidden_and_others_to_be_pinned(
+    pinned, section, tmp_path
+):
+    """Of twelve copies; what takes most of their time decides."""
+    made = synthetic.transfer_bound()
+    uploads = [e for e in made.events if e["name"] == synthetic.UPLOAD]
+    for event in uploads[:pinned]:
+        event["name"] = PINNED
+    report = read(made, tmp_path)
+    assert kinds(report) == ["transfer-bound"]
+    assert report["findings"][0]["section"] == section
+
+
+def held(name):
+    """Each copy of 90 µs holds the host for 700 µs before its kernel."""
+    made = synthetic.Recording()
+    for k in range(24):
+        at = 1200 * k
+        if k % 8 == 0:
+            made.step(k // 8, at, 9600)
+        made.run(name, at, 700, at + 600, 90, bytes=4_000_000)
+        made.run(synthetic.GEMM, at + 710, 5, at + 720, 470)
+    return made
+
+
+def test_a_call_that_copies_is_no_call_that_waits(tmp_path):
+    """The host stands in cudaMemcpyAsync: that is the copy's doing."""
+    report = read(held(synthetic.UPLOAD), tmp_path)
+    assert shares(report)["idle_sync"] > 0.45
+    assert kinds(report) == ["transfer-bound"]
+    found = report["findings"][0]
+    assert "the copy calls held the host" in found["evidence"]
+    assert found["gain_bound"] > 0.5
+    report = read(held(synthetic.DOWNLOAD), tmp_path)
+    assert kinds(report)[0] == "sync-bound"
+
+
+# ---- two threads that feed the GPU ----------------------------------------
+
+
+def two_threads(waiting, category, feeding):
+    """One thread waits for 800 µs, and another is in operators or not."""
+    made = synthetic.Recording()
+    for step in range(5):
+        begin = 10_000 * step
+        made.step(step, begin, 10_000)
+        for k in range(10):
+            at = begin + 1000 * k
+            made.add(category, waiting, at + 10, 800)
+            if feeding:
+                made.add("cpu_op", "MmBackward0", at, 850, synthetic.AUTOGRAD)
+            made.run(synthetic.GEMM, at + 830, 5, at + 840, 150)
+            if feeding:
+                launch, kernel = made.events[-2:]
+                launch["tid"] = synthetic.AUTOGRAD
+        # both threads launch
+        made.run(synthetic.ADD, begin + 9990, 5, begin + 9992, 7)
+        made.run(synthetic.ADD, begin + 9985, 2, begin + 9999, 1)
+        made.events[-2]["tid"] = synthetic.AUTOGRAD
+    return made
+
+
+@pytest.mark.parametrize(
+    ("waiting", "category", "part", "kind"),
+    [
+        ("get_batch", "user_annotation", "idle_loader", "data-bound"),
+        (
+            "cudaStreamSynchronize",
+            "cuda_runtime",
+            "idle_sync",
+            "sync-bound",
+        ),
+    ],
+)
+def test_a_thread_that_waits_while_another_feeds_is_not_to_blame(
+    waiting, category, part, kind, tmp_path
+):
+    alone = two_threads(waiting, category, False)
+    report = read(alone, tmp_path)
+    assert kinds(report)[0] == kind
+    assert shares(report)[part] > 0.7
+    fed = two_threads(waiting, category, True)
+    report = read(fed, tmp_path)
+    assert kinds(report) == ["host-bound"]
+    assert shares(report)[part] < 0.05

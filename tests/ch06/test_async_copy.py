@@ -232,6 +232,19 @@ def test_a_copy_that_does_nothing_is_caught(monkeypatch):
         async_copy.main(["--smoke", "--device", "cpu"])
 
 
+def test_each_row_changes_one_thing():
+    memories = {"pageable": ("a", "b"), "pinned": ("c", "d")}
+    rows = async_copy.rows_of(memories)
+    assert rows == {
+        "pageable, blocking": (False, "a", "b"),
+        "pageable, non_blocking": (True, "a", "b"),
+        "pinned, non_blocking": (True, "c", "d"),
+        "pinned, blocking": (False, "c", "d"),
+    }
+    del memories["pinned"]
+    assert list(async_copy.rows_of(memories)) == list(rows)[:2]
+
+
 def test_smoke(capsys, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("nothing can be pinned here")

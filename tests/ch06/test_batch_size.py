@@ -1,9 +1,12 @@
 """6.2.1: one gradient in parts of any size; work and memory counted."""
 
+import types
+
 import pytest
 import torch
 
 from ch06_single_gpu_perf import batch_size as lesson
+from ch06_single_gpu_perf import fused_operators
 from common import gpt
 from common.answers import Mismatch, agree, parts
 
@@ -60,11 +63,15 @@ def test_smoke(capsys):
     rows = lesson.main(["--smoke"])
     assert [row["batch"] for row in rows] == [1, 2, 4]
     out = capsys.readouterr().out
-    assert out.index("expected tokens/s") < out.index("s per token")
+    assert out.index("at most tokens/s") < out.index("s per token")
     assert max(map(len, out.splitlines())) <= 100
-    for row in rows:
-        assert row["tokens_per_s"] > 0 and row["expected_per_s"] > 0
-        assert row["mfu_percent"] > 0
+    timed = [row for row in rows if "mfu_percent" in row]
+    for row in timed:
+        assert row["tokens_per_s"] == round(1 / row["median_s"])
+        assert row["sequences_per_s"] == round(1 / row["median_s"] / 8)
+        assert row["expected_per_s"] > 0 and row["mfu_percent"] > 0
+    assert [bool(row["beyond_s"]) for row in timed] == [True, False, True]
+    assert "mm" in timed[0]["beyond_s"]
     assert lesson.figure(rows).get_axes()
 
 
@@ -207,15 +214,34 @@ def test_conclusions_follow_the_rows():
             "expected_per_s": expected,
             "launches_share": 1 / (1 + batch),
             "kept_bytes": 100 * batch,
+            "beyond_s": {"mm": 2e-3, "add": 1e-6, "gelu": -1.0},
         }
 
     text = "\n".join(
         lesson.conclusion([row(1, 10, 20), row(4, 95, 50), row(8, 100, 100)])
     )
     assert "saturates here at batch 4 (95% of the best)" in text
-    assert "expected nowhere up to batch 8" in text
+    assert "by the roofline nowhere up to batch 8" in text
+    for batch in (1, 8):
+        most = f"most above it at batch {batch}, timed apart: "
+        assert most + "mm 2 ms, add 1 µs" in text
+    assert "gelu" not in text
     assert "50% at batch 1, 11% at batch 8" in text
     assert "10.0× the rate, 8× the activations" in text
+
+
+def test_what_exceeds_the_roofline_is_the_operators_time(monkeypatch):
+    """A clock that ticks once per look: each operator takes one second."""
+    ticks = iter(range(1000))
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(fused_operators, "time", clock)
+    x = torch.ones(4, 4)  # 64 bytes
+    here = {"peak": 1e3, "bandwidth": 1e3, "launch_s": 0.25}
+    found = lesson.beyond(lambda: (x @ x).exp().exp(), here, CPU)
+    mm = 1 - 2 * 4**3 / 1e3 - 0.25  # as many bytes
+    # x is read once by the product, whose result is 64 bytes
+    assert found == pytest.approx({"mm": mm, "exp": 2 * (1 - 0.128 - 0.25)})
+    assert list(found) == ["exp", "mm"]
 
 
 def test_a_launch_is_timed_without_work():

@@ -1,6 +1,8 @@
 """The finder of waits: what must be found, what must not, and where."""
 
+import contextlib
 import copy
+import functools
 import inspect
 import io
 import linecache
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import threading
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -104,7 +107,10 @@ WAITING = {
     "as_tensor of a list": lambda: torch.as_tensor([1], device=CPU),
     "array to the device": lambda: torch.from_numpy(np.ones(2)).to(CPU),
     "new_tensor": lambda: X.new_tensor([1.0]),
-    "tensor of tensors": lambda: torch.tensor([X[0], X[1]]),
+    "new": lambda: X.new([1.0, 2.0]),
+    "new by a tuple": lambda: X.new((1.0, 2.0), device=CPU),
+    "index made by new": lambda: X[ONES.new([0])],
+    "tensor of a tensor": lambda: torch.tensor([X[0]]),
     "list as index": lambda: X[[0, 1]],
     "array as index": lambda: X[np.array([0, 1])],
     "list as index =": lambda: assign([0, 1], X[:2]),
@@ -158,6 +164,118 @@ WAITING = {
     "computed on the host": lambda: X.cpu().float().mean().item(),
     "array of the host's": lambda: np.asarray(X.detach().cpu()),
 }
+
+
+ON_THE_DEFAULT_DEVICE = {
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "as_tensor": lambda: torch.as_tensor([1.0, 2.0]),
+    "as_tensor of an array": lambda: torch.as_tensor(np.ones(2)),
+    "made, then read": lambda: torch.ones(2).sum().item(),
+    "to": lambda: X.to("cpu"),
+    "array to the device": lambda: torch.from_numpy(np.ones(2)).to(CPU),
+}
+
+
+@pytest.mark.parametrize("way", ["with", "around", "set", "set before"])
+@pytest.mark.parametrize("name", ON_THE_DEFAULT_DEVICE)
+def test_the_default_device_is_the_gpus(name, way):
+    """Four ways to name it; the call is the reader's line in each."""
+    call = ON_THE_DEFAULT_DEVICE[name]
+
+    def within():
+        with CPU:
+            call()
+
+    def named():
+        torch.set_default_device(CPU)
+        call()
+
+    try:
+        if way == "set before":
+            torch.set_default_device(CPU)
+        with CPU if way == "around" else contextlib.nullcontext():
+            (row,) = hidden_syncs(
+                {"with": within, "set": named}.get(way, call)
+            )
+    finally:
+        torch.set_default_device(None)
+    assert row["count"] == 1
+    assert row["place"].startswith("test_hidden_syncs.py:")
+    assert row["code"] == inspect.getsource(call).strip()
+
+
+def test_what_lies_on_the_host_stays_there_on_a_default_device():
+    """An array's tensor does, and what the library makes by that name."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        with CPU:
+            torch.from_numpy(np.ones(2)).sum().item()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    assert hidden_syncs(step) == []
+
+
+SEVERAL = {
+    "tensor of two": (2, lambda: torch.tensor([X[0], X[1]])),
+    "tensor of three, moved": (
+        4,
+        lambda: torch.tensor([X[0], X[1], X[2]], device=CPU),
+    ),
+    "histc without a range": (2, lambda: X.histc(10)),
+    "histc of no range": (2, lambda: X.histc(10, min=3, max=3)),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_each_wait_of_a_call_is_counted(name):
+    times, step = SEVERAL[name]
+    (row,) = hidden_syncs(step)
+    assert row["count"] == times
+
+
+@pytest.mark.parametrize("masks", [1, 2, 5])
+@pytest.mark.parametrize("way", ["backward", "autograd.backward", "grad"])
+def test_each_mask_waits_again_in_backward(masks, way):
+    """Wrong version: a backward is one wait, whatever happens in it."""
+    x = torch.ones(3, requires_grad=True)
+    keep = torch.tensor([True, True, True])
+
+    def step():
+        y = x
+        for _ in range(masks):
+            y = y[keep] * 2
+        y = y.sum()
+        if way == "grad":
+            torch.autograd.grad(y, [x])
+        elif way == "backward":
+            y.backward()
+        else:
+            torch.autograd.backward(y)
+
+    rows = hidden_syncs(step)
+    assert [row["count"] for row in rows] == [masks, masks]
+
+
+def test_each_check_of_an_anomaly_is_counted():
+    x = torch.ones(3, requires_grad=True)
+
+    def step(layers):
+        y = x
+        for _ in range(layers):
+            y = y.sin()
+        with torch.autograd.set_detect_anomaly(True):
+            y.sum().backward()
+
+    def waits(layers):
+        found = hidden_syncs(lambda: step(layers))
+        return sum(row["count"] for row in found)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        assert waits(5) - waits(2) == 3
 
 
 @pytest.mark.parametrize("name", WAITING)
@@ -393,6 +511,22 @@ def test_what_torch_says_of_linalg_is_found(name):
     )
 
 
+def test_a_barrier_holds_up_the_host():
+    """NCCL's does, as its documentation says; gloo's stands for it here."""
+    if not torch.distributed.is_available():
+        pytest.skip("this build has no torch.distributed")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=0, world_size=1
+    )
+    try:
+        (row,) = hidden_syncs(lambda: torch.distributed.barrier())
+        assert row["call"] == ".barrier()" and row["count"] == 1
+        assert hidden_syncs(lambda: torch.distributed.all_reduce(X + 0)) == []
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_torch_documents_at_least_these():
     assert {"eig", "eigvals", "svdvals", "inv", "pinv"} <= {*documented()}
     for norm in ("nuc", 2):
@@ -400,7 +534,7 @@ def test_torch_documents_at_least_these():
 
 
 def test_every_operator_whose_size_data_decide_is_in_the_table():
-    known = {name for names in script.WAITS for name in names.split()}
+    known = {n.lstrip(".") for names in script.WAITS for n in names.split()}
     tagged = set()
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -534,6 +668,9 @@ QUIET = {
     "sparse": lambda: torch.sparse_coo_tensor(
         [[0, 1]], [1.0, 2.0], [3], check_invariants=False
     ),
+    "new of a size": lambda: X.new(2, 3).new(torch.Size([2])).new(X[:2]),
+    "histc of a range": lambda: (X.histc(10, 0, 5), X.histc(max=5)),
+    "histc from below": lambda: X.histc(10, min=-1),
     "index by number": lambda: X[ONES.new_zeros(2)],
     "stack": lambda: torch.stack([X[0], X[1]]).cumsum(0),
     "clip values": lambda: nn.utils.clip_grad_value_([PARAMETER], 1.0),
@@ -603,6 +740,14 @@ def test_counting_steps_is_not_waiting(name, foreach):
     assert hidden_syncs(step) == []
 
 
+@pytest.mark.parametrize(("foreach", "waits"), [(False, 3), (True, 2)])
+def test_an_averaging_optimizer_counts_on_the_gpu(foreach, waits):
+    """ASGD's step lies by its parameter: read, and a copy or a rate more."""
+    step = step_of("ASGD", foreach=foreach)
+    step()
+    assert sum(row["count"] for row in hidden_syncs(step)) == waits
+
+
 def test_an_optimizer_that_does_wait_is_named():
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.LBFGS([weight], max_iter=2)
@@ -648,7 +793,9 @@ def test_a_line_is_found_from_another_thread():
     """As of CUDA's backward, which the step's own thread awaits."""
     found = []
     code = compile("def call():\n    add(find())", torch.__file__, "exec")
-    torchs = {"add": found.append, "find": script.running_line}
+    here = threading.get_ident()
+    find = functools.partial(script.running_line, here)
+    torchs = {"add": found.append, "find": find}
     exec(code, torchs)
 
     def step():
@@ -676,7 +823,7 @@ def test_pasted_it_is_the_same(tmp_path):
         (".item()", 2),
         (".__repr__()", 1),
     ]
-    for function, lines in ((hidden_syncs, 80), (script.running_line, 31)):
+    for function, lines in ((hidden_syncs, 80), (script.running_line, 25)):
         assert inspect.getsource(function).rstrip().count("\n") < lines
 
 
@@ -765,6 +912,59 @@ def test_a_dispatch_mode_alone_would_miss_half():
         torch.tensor([1.0], device=CPU)
         assign(MASK, 0.0)
     assert names.count("aten.lift_fresh.default") == 2
+
+
+@pytest.fixture
+def cudas_check(monkeypatch):
+    """Stand in for CUDA's sync-debug mode: it warns when it is on."""
+    modes = [0]
+
+    def wait():
+        if modes[-1] == "warn":
+            warnings.warn(
+                "called a synchronizing CUDA operation", stacklevel=2
+            )
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return wait, modes
+
+
+def test_cudas_own_check_is_asked_and_put_back(cudas_check, pasted):
+    wait, modes = cudas_check
+
+    def step():
+        warnings.warn("of something else", stacklevel=1)
+        for _ in range(3):
+            wait()
+
+    places = pasted(script.warned_syncs)(step)
+    assert len(places) == 3 and len({*places}) == 1
+    assert places[0].startswith("test_hidden_syncs.py:")
+    assert modes == [0, "warn", 0]
+    with pytest.raises(ZeroDivisionError):
+        script.warned_syncs(lambda: 1 / 0)
+    assert modes[-1] == 0
+    cuda = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+    assert script.warned(cuda, wait) == script.warned_syncs(wait) != []
+    assert script.warned(types.SimpleNamespace(device=CPU), wait) is None
+
+
+def test_what_cuda_warns_of_stands_beside_what_is_found(monkeypatch, capsys):
+    def warned(args, step):
+        assert step() is not None
+        return ["mine.py:7", "mine.py:7"]
+
+    monkeypatch.setattr(script, "warned", warned)
+    script.main(["--smoke"])
+    out = capsys.readouterr().out
+    assert "CUDA warns" in out
+    assert re.search(r"as written +7 +7 +2\n", out)
+    monkeypatch.setitem(sys.modules, "own_training", sys.modules[__name__])
+    script.main(["--step", "own_training:own_step"])
+    out = capsys.readouterr().out
+    assert "found: 1; CUDA itself warns of 2" in out
+    assert "warns at mine.py:7\n" in out
 
 
 def own_step():
@@ -872,5 +1072,7 @@ def test_cuda_is_quiet_where_the_finder_is(recwarn):
 def test_waits_fall_to_none_on_a_gpu():
     args = bench.cli(script.__doc__, ["--smoke", "--device", "cuda"])
     for parts, expected in script.rows_of_parts().values():
-        found = hidden_syncs(script.stepper(args, parts))
+        step = script.stepper(args, parts)
+        found = hidden_syncs(step)
         assert sum(row["count"] for row in found) == expected
+        assert len(script.warned_syncs(step)) == expected

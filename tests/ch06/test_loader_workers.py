@@ -110,6 +110,7 @@ def test_smoke(capsys):
     ]
     for row in rows:
         assert row["median_s"] > 0 and row["predicted_s"] > 0
+        assert row["unit"] == "sample"
         assert 0 <= row["share"] <= 1
         assert row["wait_s"] >= 0 and row["compute_s"] > 0
     out = capsys.readouterr().out
@@ -278,6 +279,24 @@ def test_a_start_that_counts_as_steady_would_be_seen():
     assert right["share"] == 0 and wrong["share"] > 0.6
 
 
+def test_rounds_leave_out_the_batches_that_belong_to_the_start(monkeypatch):
+    asked = []
+
+    def share(batches, step, mark, seconds, settle):
+        asked.append((batches, settle))
+        return {}
+
+    class Trained:
+        device, step = torch.device("cpu"), None
+
+        def answer(self):
+            return {"loss": torch.zeros(1)}
+
+    monkeypatch.setattr(lesson, "waiting_share", share)
+    lesson.rounds_of({"a": 1, "b": 2}, Trained, dict, 5, 1, 1, 0.0)
+    assert sorted(asked) == [(1, 5), (1, 5), (2, 5), (2, 5)]
+
+
 @pytest.mark.parametrize("loads", [[], [1.0]])
 def test_too_few_batches_are_one_sentence(loads):
     scene = Scene(loads, 1.0)
@@ -344,6 +363,7 @@ def test_a_gpus_stopwatch_never_waits_before_it_is_read(monkeypatch):
         (2, 2, 1, 2.0, (2.5, "cores")),  # 3 + 2 s of work for two
         (4, 4, 4, 2.0, (2.75, "cores")),
         (0, 8, 1, 0.5, (3.5, "loading")),  # a GPU computes meanwhile
+        (4, 1, 1, 0.5, (3.5, "cores")),  # and asks only launches of a core
         (8, 8, 1, 0.5, (2.0, "the step")),
     ],
 )

@@ -25,6 +25,52 @@ def test_saved_bytes_and_products_are_those_predicted(args):
             assert row["products"] == row["predicted_products"], row
 
 
+def test_flops_of_the_products_predict_the_ratio(args):
+    """Four wide layers: 11 products against 4; the head's are tiny."""
+    variants = script.trainings(args)
+    row = {"ratio": 2.0, "ratio_interval": [1.9, 2.1], "differs": True}
+    times = [row | {"name": name, "verdict": "2.00×"} for name in variants]
+    frozen, behind = script.summary(times, variants)
+    rows, width = 32, 16
+    square, head = rows * width * width, rows * width * script.CLASSES
+    # forward, its weights' gradients, and the inputs' of all but the first
+    everything = 11 * square + 3 * head
+    expected = everything / (4 * square + 2 * head)
+    assert frozen["predicted"] == behind["predicted"] == expected
+    assert frozen["reading"] == "less than predicted"
+
+
+def test_flops_of_a_product_are_those_of_its_sizes():
+    x, w, b = torch.ones(3, 5), torch.ones(7, 5), torch.ones(7)
+    for function in (
+        lambda: x @ w.T,
+        lambda: nn.functional.linear(x, w),
+        lambda: nn.functional.linear(x, w, b),
+    ):
+        assert script.product_flops(function) == 2 * 3 * 5 * 7
+    with torch.inference_mode():  # linear, in one piece
+        assert script.product_flops(function) == 2 * 3 * 5 * 7
+
+
+def test_what_is_timed_does_not_switch_again(monkeypatch, args):
+    """Switching walks through all modules: it would be timed as forward."""
+    evaluate = script.evaluations(args)["eval mode alone"][0]()
+    evaluate()
+
+    def switched(model):
+        raise AssertionError("switched again")
+
+    monkeypatch.setattr(nn.Module, "eval", switched)
+    evaluate()
+
+
+def test_inference_mode_is_not_no_grad(args):
+    made = {n: make() for n, (make, _) in script.evaluations(args).items()}
+    assert made["inference_mode"]().is_inference()
+    assert not made["no_grad"]().is_inference()
+    assert not made["no_grad"]().requires_grad
+
+
 def test_only_without_a_graph_nothing_is_saved(args):
     saved = {
         row["name"]: row["saved_bytes"]

@@ -157,6 +157,67 @@ def test_passes_over_memory():
     assert round(moved["fused"] / numbers) == 28
 
 
+def test_a_step_is_predicted_from_the_host_and_the_bytes(monkeypatch):
+    """Rates are given: 80 and 28 bytes for each of 2 x 1000 numbers."""
+    monkeypatch.setattr(kernels, "copy_rate", lambda count, device: 1e6)
+    monkeypatch.setattr(kernels, "launch_s", lambda device: 0.5)
+    asked = []
+
+    def empty_step(count, device, kind):
+        asked.append((count, kind))
+        return {"for-loop": 3.0, "foreach": 2.0, "fused": 1.0}[kind]
+
+    monkeypatch.setattr(kernels, "empty_step_s", empty_step)
+    rows = kernels.count_rows([(1000,)] * 2, CPU, [*KINDS, "compiled"])
+    assert asked == [(2, kind) for kind in KINDS]
+    found = [row["predicted_s"] for row in rows]
+    assert found == pytest.approx([3.16, 2.16, 1.056, 1.056], rel=1e-3)
+    assert [row["host_s"] for row in rows] == [3, 2, 1, 1]
+
+
+def test_an_empty_step_is_one_of_as_many_tensors():
+    asked = []
+    real = kernels.stepper
+
+    def stepper(shapes, device, kind):
+        asked.append((len(shapes), kernels.count_numbers(shapes), kind))
+        return real(shapes, device, kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "stepper", stepper)
+        assert kernels.empty_step_s(3, CPU, "fused") > 0
+    assert asked == [(3, 3, "fused")]
+
+
+def test_a_missed_prediction_says_what_is_not_in_it():
+    count = {"host_s": 1e-3, "bytes_s": 2e-3}
+    row = {"name": "compiled", "reading": "less than predicted"}
+    row["median_s"] = 6e-3
+    said = kernels.explained(row, count, 2)
+    assert "expected 1 ms of the host and 2 ms for the bytes" in said
+    assert "it takes 6 ms;\nnot in the prediction: 2 powers per tensor" in said
+    assert "powers" not in kernels.explained(row | {"name": "fused"}, count, 2)
+    assert "powers" not in kernels.explained(row, count, 0)
+    row["reading"] = "about as predicted"
+    assert kernels.explained(row, count, 2) is None
+
+
+def test_the_compiled_loop_computes_powers():
+    """The reason given is there: two bias corrections for each tensor."""
+    utils = pytest.importorskip("torch._inductor.utils")
+    shapes = [(64, 64)] * 2
+    try:
+        with kernels.quiet_compiler():
+            _, sources = utils.run_and_get_code(
+                kernels.variant, shapes, CPU, "compiled"
+            )
+    except Exception as error:
+        pytest.skip(f"torch.compile fails here: {error}")
+    if "std::pow(" not in "".join(sources):
+        pytest.skip("this compiler writes them otherwise")
+    assert kernels.powers(sources) == 2 * len(shapes)
+
+
 def test_operators_and_kernels():
     few, many = (
         {

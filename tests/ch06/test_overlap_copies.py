@@ -573,3 +573,10 @@ def test_a_batch_of_another_type_is_not_rounded(feed):
     batches = [[torch.tensor([1, 2])]] * 2 + [[torch.tensor([0.5, 2.5])]] * 2
     found = [[t.clone() for t in batch] for batch in feed(batches, CPU)]
     torch.testing.assert_close(found, batches, rtol=0, atol=0)
+
+
+def test_what_misses_its_prediction_is_said():
+    rows = [{"name": "a", "times": 1.04}, {"name": "b", "times": 1.11}]
+    text = "\n".join(overlap_copies.missed(rows))
+    assert text.startswith("b: 11% above its prediction")
+    assert "a: " not in text

@@ -4,12 +4,13 @@ import gzip
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
 
 from ch10_gpt2 import ladder, log, steps, train
-from common import bench, gpt, machine, tables
+from common import bench, gpt, judging, machine, tables
 
 
 def make_row(step, **values):
@@ -166,7 +167,119 @@ def test_predicted_bytes_are_held_against_the_peak(data, tmp_path):
     page = log.render(data, tmp_path).read_text("utf-8")
     assert "| 3,072.0 met | 3,072.0 |" in page
     assert "| 1.15 met |" in page and "fewer bytes — **met**" in page
-    assert "1 of 5 predictions met" in page
+    said = "1 of 2 predictions met where a change was predicted; "
+    said += "0 of 3 predictions met where none was."
+    assert said in page
+
+
+def test_a_summary_repeats_no_prediction():
+    rows = [
+        make_row(steps.SPEED[0], predicted="", predicted_ratio=None),
+        make_row(steps.SPEED[1], predicted_ratio=1.2),
+        make_row(steps.SPEED[2], predicted_ratio=1.5),
+        make_row(steps.SPEED[3], predicted_ratio=1.04),
+        make_row(steps.SPEED[4], predicted_ratio=0.95),
+        make_row(steps.SPEED[5], predicted_ratio=1.2) | {"step": "summary"},
+    ]
+    assert log.tally(rows) == (
+        "1 of 2 predictions met where a change was predicted; "
+        "1 of 2 predictions met where none was."
+    )
+    assert log.tally(rows[:1]) == "Nothing was predicted."
+
+
+def test_a_product_of_ratios_is_held_against_the_summary():
+    rows = [make_row(s) for s in steps.SPEED[:3]]
+    rows[2]["ratio_first"] = 5.74
+    summary = make_row(steps.SPEED[5], ratio_previous=4.71)
+    summary["step"] = "summary"
+    said = log.compounded([*rows, summary])
+    assert "multiply to 5.74" in said and "gave 4.71 [1.10, 1.30]" in said
+    assert log.compounded(rows) == ""  # no summary yet
+    assert log.compounded([rows[0], rows[1], summary]) == ""  # no product
+
+
+def test_predicted_rows_say_when_they_peak(data, tmp_path):
+    """Rows of one peak are explained by its moment and the micro-batches."""
+    data["predictions"]["cases"][0] |= {"moment": "step", "accumulate": 8}
+    page = log.render(data, tmp_path).read_text("utf-8")
+    assert "| § | step | micro | peak | moment |" in page
+    assert "| baseline | 8 × 4 | 9 | step |" in page
+
+
+def test_a_log_says_why_it_has_its_size(data, tmp_path):
+    assert "Why this size" not in log.render(data, tmp_path).read_text("utf-8")
+    data |= {"size": "it fits", "sequences": 4}
+    page = log.render(data, tmp_path).read_text("utf-8")
+    assert "4 sequences of 64 tokens. Why this size: it fits." in page
+
+
+def test_a_damaged_trace_is_left_out(data, tmp_path, capsys):
+    trace = tmp_path / "traces" / "one.json.gz"
+    whole = trace.read_bytes()
+    missing = "No picture: `one.json.gz` is missing or damaged."
+    for damaged in (whole[:-9], whole[:40], b"no gzip", b""):
+        trace.write_bytes(damaged)
+        page = log.render(data, tmp_path).read_text("utf-8")
+        assert missing in page and "timeline" not in page
+        assert missing in capsys.readouterr().out
+    trace.unlink()
+    assert missing in log.render(data, tmp_path).read_text("utf-8")
+    trace.write_bytes(whole)
+    assert "timeline" in log.render(data, tmp_path).read_text("utf-8")
+
+
+def test_a_record_is_rendered_again(data, tmp_path, capsys):
+    """By its file or its folder: the same page, which names the record."""
+    results = tmp_path / "results"
+    folder = results / "box-1"
+    folder.mkdir(parents=True)
+    record = results / "box-1.json"
+    record.write_text(json.dumps({"ch10_gpt2.ladder": data}), "utf-8")
+    for name in (record, folder):
+        log.main([str(name)])
+        page = (folder / "LOG.md").read_text("utf-8")
+        assert "comes from `ch10_gpt2.ladder` in `../box-1.json`" in page
+        assert "is missing or damaged" in page  # its trace was not kept
+        assert "timeline" not in page
+    row = data["rows"][5]
+    name = f"timeline-{row['track']}-{row['section']}-{row['step']}.png"
+    (folder / name).write_bytes(b"drawn when the trace was there")
+    log.main([str(record)])
+    assert f"({name})" in (folder / "LOG.md").read_text("utf-8")
+    assert f"{folder / 'LOG.md'}: 19 rows" in capsys.readouterr().out
+
+
+RECORDS = [
+    path
+    for path in sorted((bench.ROOT / "ch10_gpt2" / "results").glob("*.json"))
+    if path.with_suffix("").is_dir()
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_a_committed_page_is_what_its_record_says(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    shutil.copy(record, tmp_path)
+    folder = record.with_suffix("")
+    shutil.copytree(folder, tmp_path / folder.name)
+    log.main([str(tmp_path / record.name)])
+    found = (tmp_path / folder.name / "LOG.md").read_text("utf-8")
+    assert found == (folder / "LOG.md").read_text("utf-8"), (
+        f"python -m ch10_gpt2.log {folder.relative_to(bench.ROOT)}"
+    )
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_a_recorded_ratio_follows_from_its_rounds(record):
+    rows = json.loads(record.read_text("utf-8"))[log.SCRIPT]["rows"]
+    for row in rows:
+        rounds = row.get("round_seconds")  # of before they were kept: none
+        if rounds and len(rounds[0]) == 2:
+            old, new = zip(*rounds, strict=True)
+            ratio, low, high = judging.bootstrap_ratio(old, new)
+            assert row["ratio_previous"] == ratio
+            assert row["ratio_interval"] in (None, [low, high])
 
 
 def test_a_log_without_matplotlib_has_no_pictures(

@@ -2,9 +2,11 @@
 
 import types
 
+import numpy as np
 import pytest
 
 from ch10_gpt2 import race, worker
+from common import judging
 
 
 class Answering:
@@ -23,7 +25,8 @@ class Answering:
         report |= {"grad_norm": 1.0, "skipped": False}
         if self.told.get("gradients"):
             report["parameter_norms"] = {"a": 1.0}
-        return {"updates": [dict(report) for _ in range(self.told["count"])]}
+        count = self.told.get("untimed", 0) + self.told["count"]
+        return {"updates": [dict(report) for _ in range(count)]}
 
     def ask(self, **command):
         self.asked.append(self.name)
@@ -58,6 +61,82 @@ def test_a_row_keeps_the_opponents_speed(plan):
     row = race.measured(plan, result, config)
     assert row["previous_tokens_per_s"] == 96 / 3
     assert row["tokens_per_s"] == 96 / 2 and row["ratio_previous"] == 1.5
+
+
+def test_a_row_keeps_the_rounds_of_its_ratio(plan):
+    """The ratio is the median of the rounds' ratios, and can be found."""
+    rounds = [[3.0, 2.0]] * 6 + [[4.0, 1.0], [2.0, 2.0]]
+    reports = [{"loss": 1.0, "data_s": 0.0, "grad_norm": 1.0}] * 10
+    for report in reports:
+        report["parameter_norms"] = {}
+    plan.updates = 3
+    config = race.train.Config("gpt2-tiny", T=32, sequences=3)
+    result = {"old": reports, "new": reports, "rounds": rounds}
+    row = race.measured(plan, result, config)
+    assert row["round_seconds"] == rounds
+    old, new = zip(*row["round_seconds"], strict=True)
+    found = judging.bootstrap_ratio(old, new)
+    assert [row["ratio_previous"], *row["ratio_interval"]] == list(found)
+    assert row["steady"] is True
+    late = [[2.0, 2.0]] * 3 + [[3.0, 2.0]] * 5  # not in the first third
+    row = race.measured(plan, result | {"rounds": late}, config)
+    assert row["ratio_previous"] == 1.5 and row["steady"] is False
+    assert not judging.lasts(np.array([3.0, 3.0]))  # no third to ask
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+def test_a_late_row_has_its_fewest_rounds(plan, seconds):
+    plan.updates = 3
+    old, new = Answering("old", 3.0, []), Answering("new", 2.0, [])
+    result = race.race(plan, old, new, seconds)
+    assert len(result["rounds"]) == race.FEWEST_ROUNDS == 6
+    config = race.train.Config("gpt2-tiny", T=32, sequences=3)
+    assert race.measured(plan, result, config)["ratio_interval"]
+    result["rounds"].pop()  # five lean one way by luck in 6% of cases
+    assert "ratio_interval" not in race.measured(plan, result, config)
+
+
+class Loading(Answering):
+    """A worker whose queue is full when its turn begins."""
+
+    def __init__(self, name, workers, asked):
+        super().__init__(name, 1.0, asked)
+        self.config["workers"] = workers
+        self.commands = []
+
+    def tell(self, **command):
+        super().tell(**command)
+        self.commands.append(command)
+
+    def hear(self):
+        found = super().hear()
+        untimed = self.told.get("untimed", 0)
+        for i, report in enumerate(found["updates"]):
+            report["data_s"] = 0.1
+            report["seconds"] = 0.5 if i < untimed else 1.0
+        return found
+
+
+def test_what_a_full_queue_hides_is_not_timed(plan, monkeypatch):
+    """As many updates as the loader had prepared only empty its queue."""
+    slept = []
+    monkeypatch.setattr(race.time, "sleep", slept.append)
+    old, new = Loading("old", 0, []), Loading("new", 2, [])
+    result = race.race(plan, old, new, seconds=0.0)
+    turns = [w.commands[1:] for w in (old, new)]
+    assert {c["untimed"] for c in turns[0]} == {0}
+    assert {c["untimed"] for c in turns[1]} == {4}  # two for each worker
+    assert {c["count"] for c in turns[0] + turns[1]} == {4}
+    assert all(times == [1.0, 1.0] for times in result["rounds"])
+    assert max(slept) == pytest.approx(0.8)  # until the queue is full again
+
+
+def test_where_nothing_waits_nothing_is_left_out(plan, monkeypatch):
+    monkeypatch.setattr(race.time, "sleep", lambda seconds: None)
+    old, new = Answering("old", 1.0, []), Answering("new", 1.0, [])
+    new.config["workers"] = 2
+    race.race(plan, old, new, seconds=0.0)
+    assert new.told["untimed"] == 0 and new.told["count"] == 1
 
 
 class Compiling:

@@ -33,7 +33,12 @@ LOG = {
     "machine": machine.card("cpu") | {"id": "x"},
     "rows": [
         row("10.3.1", "memory_baseline", track="memory", config={"a": 9}),
-        row("10.4.1", "speed_baseline", config={"a": 1, "b": 2}),
+        row(
+            "10.4.1",
+            "speed_baseline",
+            tokens_per_s=500.0,  # in its own race, at another time
+            config={"a": 1, "b": 2},
+        ),
         row("10.4.2", "larger_batch", "reverted", config={"a": 5, "b": 2}),
         row(
             "10.4.5",
@@ -79,7 +84,7 @@ def test_tracks_do_not_mix_and_gaps_are_said(capsys):
     replay.section(LOG, "10.4.9")
     assert capsys.readouterr().out == "no step of 10.4.9 in this log\n"
     replay.pictured(LOG, "10.4.4")
-    assert "not tried" in capsys.readouterr().out
+    assert "did not run" in capsys.readouterr().out
     replay.track(LOG, "speed")
     out = capsys.readouterr().out
     assert "memory_baseline" not in out and "1.50 97% [1.40, 1.60]" in out
@@ -90,13 +95,69 @@ def test_tracks_do_not_mix_and_gaps_are_said(capsys):
     assert "too few rows" in capsys.readouterr().out
 
 
-def test_bars_stand_in_for_a_timeline(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(notebook, "plot", lambda *args: drawn.append(args))
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn: (rows, value, title) of each picture."""
+    pictures = []
+    monkeypatch.setattr(notebook, "plot", lambda *args: pictures.append(args))
+    return pictures
+
+
+def test_bars_stand_in_for_a_timeline(drawn):
     replay.pictured(LOG, "10.4.5")
-    ((rows, value, _),) = drawn
+    ((rows, value, title),) = drawn
     assert value == "tokens_per_s"
-    assert [r["name"] for r in rows] == ["speed_baseline", "compiled_graph"]
+    assert title == "compiled_graph: 1.50× 97% [1.40, 1.60] · "
+    assert [(r["name"], r[value]) for r in rows] == [
+        ("speed_baseline", 823.0),
+        ("compiled_graph", 1234.4),
+    ]
+    assert not any("title" in r for r in rows)
+
+
+def test_each_of_two_steps_has_its_own_before(drawn):
+    speeds = {"half": (100.0, 90.0, 0.9), "other_half": (120.0, 240.0, 2.0)}
+    log = LOG | {"rows": LOG["rows"][:2]}
+    for step, (before, after, ratio) in speeds.items():
+        new = row("10.4.6", step, "reverted", tokens_per_s=after)
+        new |= {"previous_tokens_per_s": before, "ratio_previous": ratio}
+        log["rows"] = [*log["rows"], new]
+    log["rows"].append(row("10.4.6", "quarter", "not-applicable"))
+    replay.pictured(log, "10.4.6")
+    rows = drawn[0][0]
+    assert [(r["title"], r["name"], r["tokens_per_s"]) for r in rows] == [
+        ("half: 0.90×", "speed_baseline", 100.0),
+        ("half: 0.90×", "half", 90.0),
+        ("other_half: 2.00×", "speed_baseline", 120.0),
+        ("other_half: 2.00×", "other_half", 240.0),
+    ]
+
+
+def test_a_summary_stands_beside_the_first_row(drawn, capsys):
+    last = row("10.4.10", "summary", tokens_per_s=30.0, config={"a": 7})
+    last |= {"previous_tokens_per_s": 10.0, "ratio_previous": 3.0}
+    log = LOG | {"rows": [*LOG["rows"], last]}
+    replay.pictured(log, "10.4.10")
+    assert [r["name"] for r in drawn[0][0]] == ["speed_baseline", "summary"]
+    replay.section(log, "10.4.10")
+    assert "change     a 1 → 7\n" in capsys.readouterr().out
+
+
+def test_bars_are_the_speeds_that_the_text_tells(found, drawn, monkeypatch):
+    monkeypatch.setattr(
+        notebook, "picture", lambda *_: pytest.fail("a timeline")
+    )
+    found = found | {"machine": found["machine"] | {"id": "elsewhere"}}
+    for step in found["rows"]:
+        if step["track"] == "memory" or not step["previous_tokens_per_s"]:
+            continue
+        drawn.clear()
+        replay.pictured(found, step["section"])
+        told = replay.log.speed(step)
+        rates = [r["tokens_per_s"] for r in drawn[0][0]]
+        before = step["previous_tokens_per_s"]
+        assert rates[rates.index(before) + 1] == step["tokens_per_s"]
+        assert told.startswith(f"{before:,.0f} → ")
 
 
 def test_without_matplotlib_words_stand_in(monkeypatch, capsys):

@@ -161,7 +161,24 @@ def test_the_program_trains_a_file_by_itself(tmp_path):
         (["--attention", "flash"], "flash.*known: plain, fused"),
         (["--sequences", "5"], "--sequences 5 is no multiple"),
         (["--micro-batch", "8"], "no multiple of --micro-batch 8"),
-        (["--micro-batch", "0"], "--micro-batch must be at least 1"),
+        (["--micro-batch", "0"], "--micro-batch 0: give 1 to"),
+        (["--steps", "0"], "--steps 0: give 1 to"),
+        (["--threads", "-1"], "--threads -1: give 1 to 1024"),
+        (["--threads", "1025"], "--threads 1025: give 1 to 1024"),
+        (["--workers", "-1"], "--workers -1: give 0 to"),
+        (["--seed", "-1"], "--seed -1: give 0 to 4294967295"),
+        (["--seed", "4294967296"], "--seed 4294967296: give 0"),
+        (["--lr", "nan"], "--lr nan: give 0 to 1000"),
+        (["--lr", "inf"], "--lr inf: give 0 to 1000"),
+        (["--min-lr", "nan"], "--min-lr nan: give 0 to --lr"),
+        (["--min-lr", "-1"], "--min-lr -1.0: give 0 to --lr"),
+        (["--min-lr", "0.1"], "--min-lr 0.1: .* which is 0.0006"),
+        (["--weight-decay", "-1"], "--weight-decay -1.0: give 0"),
+        (["--weight-decay", "nan"], "--weight-decay nan: give 0"),
+        (["--weight-decay", "inf"], "--weight-decay inf: give 0"),
+        (["--weight-decay", "2000"], "more than a whole weight"),
+        (["--clip", "nan"], "--clip nan: give 0 or more"),
+        (["--dropout", "nan"], "--dropout nan"),
         (["--T", "65"], "--T 65.*1 to 64"),
         (["--T", "-1"], "--T -1"),
         (["--dropout", "1"], "--dropout 1"),
@@ -283,6 +300,41 @@ def test_every_field_is_a_flag_and_comes_back():
     assert train.command_line(train.as_dict(train.Config())) == (
         "python -m ch10_gpt2.train"
     )
+
+
+def test_a_smoke_run_changes_only_what_was_not_given(capsys):
+    config = configs.parse("", ["--smoke"])
+    assert config == train.Config(preset="gpt2-tiny", steps=3, sequences=2)
+    config = configs.parse("", ["--smoke", "--preset", "gpt2-xl"])
+    assert (config.preset, config.steps) == ("gpt2-xl", 3)
+    said = capsys.readouterr().out.splitlines()
+    begin = "smoke run as if with "
+    assert said[0].startswith(f"{begin}--preset gpt2-tiny --steps 3 --seq")
+    assert said[1].startswith(f"{begin}--steps 3 --sequences 2:")
+    given = [*TINY, "--steps", "5"]
+    assert configs.parse("", [*given, "--smoke"]) == configs.parse("", given)
+    assert "of the sizes that were given" in capsys.readouterr().out
+
+
+def test_a_smoke_run_of_the_logs_last_command_trains(capsys):
+    """Written for a larger model, whose context the tiny one lacks."""
+    last = train.Config(T=96, sequences=4, micro_batch=4, steps=2, warmup=2)
+    argv = shlex.split(train.command_line(last))[3:]
+    assert len(train.main([*argv, "--smoke"])) == 2
+    said = capsys.readouterr().out
+    assert "as if with --preset gpt2-tiny --T 64:" in said
+    longer = ["--preset", "gpt2-tiny", "--T", "96", "--smoke"]
+    assert "--T 96" in refused(longer, capsys)
+
+
+@pytest.mark.parametrize("world", ["1", "2", "4"])
+def test_a_smoke_runs_update_is_a_multiple_of_what_was_given(
+    world, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    for micro_batch in (1, 3, 8):
+        config = configs.parse("", ["--smoke", f"--micro-batch={micro_batch}"])
+        assert config.sequences % (micro_batch * int(world)) == 0
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

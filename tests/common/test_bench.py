@@ -238,6 +238,22 @@ def arguments(tmp_path, monkeypatch):
     return parse
 
 
+def test_a_ratio_far_from_the_medians_quotient_is_explained(arguments, capsys):
+    """Rounds get slower, b's the other way round: 1.63 above 1.92."""
+    a = np.array([1.0, 1.0, 1.0, 4.0, 4.0] * 4)
+    b = np.array([0.5, 2.0, 0.5, 2.0, 2.0] * 4)
+    samples = np.stack([a, b, a], axis=1)
+    rows = judging.judge(["a", "b", "c"], samples)
+    assert rows[1]["median_s"] == 2 and rows[1]["ratio"] == 2
+    bench.report(arguments("--device", "cpu"), rows, ["name", "ratio"])
+    out = capsys.readouterr().out
+    assert "b: the ratio is the median of the rounds' ratios" in out
+    assert max(map(len, out.splitlines())) <= 100
+    rows = judging.judge(["a", "c"], samples[:, [0, 2]])
+    bench.report(arguments("--device", "cpu"), rows, ["name", "ratio"])
+    assert "the ratio is" not in capsys.readouterr().out
+
+
 def test_compare_prints_a_judged_table(arguments, capsys, monkeypatch):
     ticks = itertools.count()  # each sample takes 2 ms
     monkeypatch.setattr(

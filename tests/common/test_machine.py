@@ -280,6 +280,39 @@ def test_kept_figures_stay(cache, measured):
     assert len(measured) == 4
 
 
+def test_the_best_that_was_seen_stays(cache, measured):
+    """Each rate's own, whichever run found it; until the file is deleted."""
+    first = machine.peaks(threads=3)
+    ring = {"latency_s": 1e-4, "bytes_per_s": 1e9}
+    seen = {
+        "gemm_flops": {"float32": 5e11, "bfloat16": 1e11, "float16": None},
+        "copy_bytes_per_s": first["copy_bytes_per_s"] + 1,
+        "triad_bytes_per_s": first["triad_bytes_per_s"] - 1,
+        "disk_read_bytes_per_s": 2e9,
+        "all_reduce": ring,
+    }
+    kept = machine.keep_peaks(seen, threads=3)
+    assert kept == machine.peaks(threads=3)
+    assert kept["gemm_flops"] == first["gemm_flops"] | {"float32": 5e11}
+    assert kept["copy_bytes_per_s"] == first["copy_bytes_per_s"] + 1
+    assert kept["triad_bytes_per_s"] == first["triad_bytes_per_s"]
+    assert kept["all_reduce"] == ring
+    ring = {"latency_s": 2e-4, "bytes_per_s": 2e9}
+    machine.keep_peaks({"all_reduce": ring}, threads=3)
+    again = machine.peaks(threads=3, refresh=True)
+    best = {"latency_s": 1e-4, "bytes_per_s": 2e9}
+    assert again == kept | {"all_reduce": best}
+    for path in cache.iterdir():
+        path.unlink()
+    assert machine.peaks(threads=3) == first
+
+
+def test_a_rate_that_came_first_does_not_hide_what_is_missing(cache, measured):
+    machine.keep_peaks({"copy_bytes_per_s": 1.0, "triad_bytes_per_s": 1.0})
+    found = machine.peaks()
+    assert "memory" in measured and found["cache_bytes"]
+
+
 def test_a_ceiling_found_beside_a_neighbour_is_found_again_once(
     cache, measured, monkeypatch, capsys
 ):
@@ -364,6 +397,24 @@ def test_measuring_is_real_and_leaves_the_precision_alone():
     assert found["buffer_bytes"] == 2**20 <= found["cache_bytes"]
     assert 1e7 < found["triad_bytes_per_s"] < 1e14
     assert set(ceilings.transfer(device).values()) == {None}
+
+
+def test_bytes_are_those_read_and_written_beyond_the_caches(monkeypatch):
+    """In a second each: the array once read or written is the unit."""
+    operations = []
+
+    def shortest(call, device, budget_s):
+        operations.append((call.func.__name__, len(call.args)))
+        return 1.0
+
+    monkeypatch.setattr(ceilings, "shortest", shortest)
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: 2**26 + 4)
+    found = ceilings.bandwidth(torch.device("cpu"), 2**30)
+    size = found["buffer_bytes"]
+    assert operations == [("copy_", 1), ("add", 2)]
+    assert size == found["cache_bytes"] == 2**26 + 4
+    assert found["copy_bytes_per_s"] == 2 * size  # one is read, one written
+    assert found["triad_bytes_per_s"] == 3 * size
 
 
 def test_a_slow_dtype_ends_in_its_budget(monkeypatch):
