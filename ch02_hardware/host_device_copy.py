@@ -223,7 +223,9 @@ def figure(
             curve = [n / (fit["start_s"] + n * per) / 1e9 for n in own]
             axes.plot(own, curve, f"C{i}")
         axes.set_xscale("log", base=2)
-        shown = counts[:: max(1, len(counts) // 5)]
+        shown, apart = counts[:1], (counts[-1] / counts[0]) ** 0.19
+        for n in counts[1:]:  # so far apart that no label touches another
+            shown += [n] * (n >= apart * shown[-1])
         axes.set_xticks(shown, [tables.cell(n, "bytes") for n in shown])
         axes.set_xlabel("bytes")
         axes.set_title(name, fontsize=10)

@@ -249,8 +249,9 @@ def placed(rows, found):
 def below(rows):
     """Yield a line for each kind of operator that stays below its roof."""
     reasons = {
-        "matmul": "sharing it out and packing its blocks take a time that "
-        "weighs the more, the smaller the product",
+        "matmul": "sharing it out and packing its blocks weigh the more, the "
+        "smaller it is; where looks at products did not agree, this may have "
+        "been a slow moment",
         "softmax": "a row is gone over for its largest number, its sum and "
         "its result, and an exponential, counted as one FLOP, is many",
         "layer_norm": "a row is gone over for its mean and variance and again "
