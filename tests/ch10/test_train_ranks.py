@@ -99,12 +99,17 @@ def round_backward_only(run, batches):
 
 
 def count_rounds(state, bucket):
-    """Count a bucket, then do what DDP does without a hook."""
+    """Count a bucket, then average it as DDP does without a hook.
+
+    In this thread: a future's ``then`` would run Python in one of gloo's,
+    which aborts when the interpreter ends before it has let go.
+    """
     state.append(bucket.index())
-    done = dist.all_reduce(
-        bucket.buffer().div_(dist.get_world_size()), async_op=True
-    )
-    return done.get_future().then(lambda future: future.value()[0])
+    averaged = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(averaged)
+    done = torch.futures.Future()
+    done.set_result(averaged)
+    return done
 
 
 def data_parallel_job(folder):
