@@ -1,4 +1,4 @@
-"""What the ladder decides, with stubs in the place of what it measures."""
+"""What the ladder decides, told what it would have measured."""
 
 import types
 
